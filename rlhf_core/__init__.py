@@ -1,0 +1,1 @@
+"""RLHF with PPO as a pipeline of offline stages: the library behind the stages."""

@@ -1,0 +1,347 @@
+"""params.yaml and iterations.yaml as typed, frozen objects: the only reader of both files.
+
+No field has a default: DVC sees only the files, so a default here would be invisible to dvc.lock and to
+`dvc params diff`. All problems of both files are reported at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from rlhf_core.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+ITERATION_SECTIONS = ("rollout", "score", "advantages", "ppo_update")
+BASE_ITERATION = "0"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ComputeParams(_Section):
+    """How models are run outside vLLM."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["float32", "bf16-autocast", "bfloat16"]
+    max_batch_tokens: Count
+    logits_chunk_tokens: Count
+
+
+class SamplingParams(_Section):
+    """How vLLM samples."""
+
+    temperature: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+    max_new_tokens: Count
+    dtype: Literal["float32", "bfloat16", "float16"]
+    max_model_len: Annotated[int, Field(ge=2)]
+    kv_cache_gib: Positive
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
+    tensor_parallel_size: Count
+
+
+class BaseModelParams(_Section):
+    """Which pretrained model the run starts from."""
+
+    source: Text
+    revision: str | None
+    trust_remote_code: bool
+
+    @model_validator(mode="after")
+    def _pinned_code(self) -> "BaseModelParams":
+        if self.trust_remote_code and not self.revision:
+            raise ValueError("trust_remote_code: true runs code from the model repository; set revision to a commit you have read")
+        return self
+
+
+class IngestParams(_Section):
+    """Where prompts and preferences come from, and what happens to rows that do not fit."""
+
+    prompts: Text
+    preferences: Text | None
+    fraction: Annotated[float, Field(gt=0, le=1)]
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)]
+    max_prompt_tokens: Count
+    too_long: Literal["error", "drop", "truncate_left"]
+    max_pair_tokens: Annotated[int, Field(ge=2)]
+    special_tokens_in_text: Literal["escape", "drop", "error"]
+
+    @model_validator(mode="after")
+    def _sources(self) -> "IngestParams":
+        for key in ("prompts", "preferences"):
+            source = getattr(self, key)
+            if source is None or source.startswith("hub:"):
+                continue
+            parts = Path(source).parts
+            if parts[:2] != ("data", "raw") or ".." in parts or len(parts) < 3:
+                raise ValueError(
+                    f"{key} is {source!r}: expected a file under data/raw (so that DVC sees it change) or hub:<owner>/<name>"
+                )
+        return self
+
+
+class TrainRmParams(_Section):
+    """Reward model training."""
+
+    model: Text
+    learning_rate: Positive
+    weight_decay: NonNegative
+    warmup_fraction: Probability
+    epochs: Count
+    batch_size: Count
+    frozen_layers: CountOrZero
+    max_grad_norm: Positive
+
+
+class RolloutParams(_Section):
+    """How many responses an iteration samples."""
+
+    prompts_per_iteration: Count
+    samples_per_prompt: Count
+    shard_prompts: Count
+
+
+class ScoreParams(_Section):
+    """Reward sources and the gate on the sampler-trainer mismatch."""
+
+    rewards: Annotated[dict[Literal["reward_model", "judge"], Finite], Field(min_length=1)]
+    max_mismatch_k3: Positive
+
+
+class AdvantageParams(_Section):
+    """Token rewards and generalised advantage estimation."""
+
+    kl_coef: NonNegative
+    kl_estimator: Literal["k1", "k2", "k3"]
+    missing_eos_penalty: NonNegative
+    score_clip: Positive | None
+    gamma: Probability
+    gae_lambda: Probability
+    whiten_rewards: bool
+    whiten_advantages: bool
+
+
+class PpoUpdateParams(_Section):
+    """The clipped policy and value update."""
+
+    learning_rate: Positive
+    lr_schedule: Literal["constant", "linear", "cosine"]
+    schedule_steps: Count
+    warmup_steps: CountOrZero
+    adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    adam_eps: Positive
+    weight_decay: NonNegative
+    max_grad_norm: Positive
+    ppo_epochs: Count
+    minibatch_size: Count
+    clip_range: Annotated[float, Field(gt=0, lt=1)]
+    value_clip_range: Positive
+    value_coef: NonNegative
+    entropy_coef: NonNegative
+
+    @model_validator(mode="after")
+    def _schedule(self) -> "PpoUpdateParams":
+        if self.lr_schedule != "constant" and self.warmup_steps >= self.schedule_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below schedule_steps ({self.schedule_steps})")
+        return self
+
+
+class EvaluateParams(_Section):
+    """Held-out evaluation."""
+
+    max_prompts: Count | None
+    samples_per_prompt: Count
+    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+
+
+class Params(_Section):
+    """All of params.yaml."""
+
+    seed: CountOrZero
+    compute: ComputeParams
+    sampling: SamplingParams
+    base_model: BaseModelParams
+    ingest: IngestParams
+    train_rm: TrainRmParams
+    rollout: RolloutParams
+    score: ScoreParams
+    advantages: AdvantageParams
+    ppo_update: PpoUpdateParams
+    evaluate: EvaluateParams
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> "Params":
+        responses = self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+        if responses % self.ppo_update.minibatch_size:
+            raise ValueError(
+                f"ppo_update.minibatch_size ({self.ppo_update.minibatch_size}) must divide the {responses} responses of an iteration"
+                f" (rollout.prompts_per_iteration {self.rollout.prompts_per_iteration}"
+                f" x samples_per_prompt {self.rollout.samples_per_prompt})"
+            )
+        if self.ingest.max_prompt_tokens >= self.sampling.max_model_len:
+            raise ValueError(
+                f"ingest.max_prompt_tokens ({self.ingest.max_prompt_tokens}) must be below"
+                f" sampling.max_model_len ({self.sampling.max_model_len}), or no response token fits"
+            )
+        if self.score.rewards.get("reward_model") and self.ingest.preferences is None:
+            raise ValueError("score.rewards uses reward_model, but ingest.preferences is null: there is nothing to train it on")
+        return self
+
+
+class Iteration(BaseModel):
+    """One entry of iterations.yaml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prev: str
+    rollout: dict[str, Any]
+    score: dict[str, Any]
+    advantages: dict[str, Any]
+    ppo_update: dict[str, Any]
+
+
+class Run(BaseModel):
+    """params.yaml together with iterations.yaml."""
+
+    model_config = ConfigDict(frozen=True)
+
+    params: Params
+    iterations: dict[str, Iteration]
+    effective: dict[str, Params]
+
+    def at(self, iteration: str) -> Params:
+        """Return the parameters of one iteration, its overrides applied. "0" (the base model) has none."""
+        if iteration == BASE_ITERATION:
+            return self.params
+        if iteration not in self.iterations:
+            raise ConfigError(f"iterations.yaml has no iteration {iteration!r}; it has {', '.join(self.iterations) or 'none'}")
+        return self.effective[iteration]
+
+    def chain(self, iteration: str) -> list[str]:
+        """Return the iterations that lead to this one, the first first and this one last, without "0"."""
+        path: list[str] = []
+        while iteration != BASE_ITERATION:
+            path.append(iteration)
+            iteration = self.iterations[iteration].prev
+        return path[::-1]
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML 1.2 file (the parser and dialect that DVC uses).
+
+    Raises:
+        ConfigError: If the file is missing or is not YAML; the message has the line and column.
+    """
+    try:
+        return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; run from the project's root") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+
+
+def load_run(root: str | Path = ".") -> Run:
+    """Read and check params.yaml and iterations.yaml.
+
+    Raises:
+        ConfigError: With one line for every problem of both files.
+    """
+    root = Path(root)
+    raw = read_yaml(root / "params.yaml")
+    raw_iterations = read_yaml(root / "iterations.yaml")
+    problems: list[str] = []
+    params = _parse(Params, raw, "params.yaml", problems)
+    iterations = _parse_iterations(raw_iterations, problems)
+    effective: dict[str, Params] = {}
+    if params is not None:
+        for name, iteration in iterations.items():
+            merged = dict(raw)
+            for section in ITERATION_SECTIONS:
+                merged[section] = {**raw[section], **getattr(iteration, section)}
+            found = _parse(Params, merged, f"iterations.yaml: iteration {name!r}", problems)
+            if found is not None:
+                effective[name] = found
+    if problems or params is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return Run(params=params, iterations=iterations, effective=effective)
+
+
+def _parse_iterations(raw: Any, problems: list[str]) -> dict[str, Iteration]:
+    where = "iterations.yaml"
+    if not isinstance(raw, dict) or set(raw) != {"iterations"} or not isinstance(raw["iterations"], dict):
+        problems.append(f"{where}: expected one key `iterations` holding a map of iterations")
+        return {}
+    iterations: dict[str, Iteration] = {}
+    for name, entry in raw["iterations"].items():
+        if not isinstance(name, str):
+            problems.append(f'{where}: iteration key {name!r} is not quoted; write "{name}": (DVC would silently run nothing)')
+            continue
+        if not name.isalnum() or name == BASE_ITERATION:
+            problems.append(f"{where}: iteration key {name!r}: expected letters and digits only, and not {BASE_ITERATION!r} (the base model)")
+            continue
+        found = _parse(Iteration, entry, f"{where}: iteration {name!r}", problems)
+        if found is not None:
+            iterations[name] = found
+    known = {BASE_ITERATION, *iterations}
+    for name, iteration in iterations.items():
+        if iteration.prev not in known:
+            problems.append(f"{where}: iteration {name!r}: prev is {iteration.prev!r}; expected one of {', '.join(sorted(known - {name}))}")
+    for name in iterations:
+        seen: set[str] = set()
+        at: str = name
+        while at in iterations and at not in seen:
+            seen.add(at)
+            at = iterations[at].prev
+        if at in seen:
+            problems.append(f"{where}: iteration {name!r}: prev leads in a circle and never reaches {BASE_ITERATION!r}")
+    return iterations
+
+
+def _parse(model: type[Model], raw: Any, where: str, problems: list[str]) -> Model | None:
+    if not isinstance(raw, dict):
+        problems.append(f"{where}: expected a map, found {type(raw).__name__}")
+        return None
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        for item in error.errors():
+            problems.append(_explain(model, item, where))
+        return None
+
+
+def _explain(model: type[BaseModel], item: Any, where: str) -> str:
+    """One line for one pydantic error: key, value, what is allowed, and the nearest valid key."""
+    location = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "is-instance"))]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _fields_at(model, location[:-1]), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{where}: unknown key {key}{hint}"
+    if item["type"] == "missing":
+        return f"{where}: missing key {key}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{where}: {key + ': ' if key else ''}{message}"
+    return f"{where}: {key} is {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
+    for part in location:
+        field = model.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

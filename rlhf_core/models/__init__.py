@@ -1,0 +1,1 @@
+"""Policy, reference, critic and reward model: load, forward, save."""

@@ -1,0 +1,1 @@
+"""Metrics, health advice, completions, plots and the HTML page."""

@@ -1,0 +1,1 @@
+"""Reward sources and their weighted sum."""

@@ -1,0 +1,133 @@
+"""What every stage does around its work: one writer at a time, die with dvc, resume, publish, speak plainly.
+
+A stage writes into `.work/<stage>/<fingerprint>/`, outside its outs, because DVC deletes outs before each run. The
+fingerprint covers inputs, parameters and code, so partial work of another configuration is never continued. Finished
+files are renamed into the out directory at the end.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import RlhfError
+
+logger = logging.getLogger("rlhf")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_stage(name: str, main: Callable[[], None]) -> None:
+    """Run a stage's main as the process's only work: set-up, lock, and errors as text instead of tracebacks.
+
+    Args:
+        name: The stage with its iteration, such as "rollout@2".
+        main: Does the work; reads its arguments by itself.
+    """
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    die_with_parent()
+    try:
+        with exclusive(name):
+            main()
+    except RlhfError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent (dvc) dies, so that no orphan goes on writing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Hold the stage's lock; the kernel releases it when the process ends, however it ends.
+
+    Raises:
+        RlhfError: If another process runs the same stage in this directory.
+    """
+    path = work_root(name) / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().strip() or "unknown"
+            raise RlhfError(f"{name} is already running here (process {owner}, lock {path}); wait for it or stop it") from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield
+
+
+def work_root(name: str) -> Path:
+    """Directory for the unfinished work of one stage."""
+    return Path(".work") / name.replace("@", "-")
+
+
+def work_directory(name: str, fingerprint: dict[str, Any]) -> Path:
+    """Return the directory of partial work for exactly these inputs, parameters and code, removing any other.
+
+    Args:
+        name: The stage with its iteration.
+        fingerprint: Everything that the result depends on, as JSON values.
+    """
+    root = work_root(name)
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+    directory = root / digest
+    for other in root.iterdir() if root.exists() else ():
+        if other.is_dir() and other != directory:
+            logger.info("removing partial work of another configuration: %s", other)
+            shutil.rmtree(other)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def publish(finished: Path, out: Path) -> None:
+    """Move a finished file or directory to its place with one rename, replacing what is there."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():
+        shutil.rmtree(out)
+    os.replace(finished, out)
+    fsync_directory(out.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make a rename in this directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all: temporary name, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as handle:
+        json.dump(content, handle, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, path)
+
+
+def code_fingerprint(*modules: Any) -> str:
+    """Return a hash of the source files of these modules, for work_directory."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()

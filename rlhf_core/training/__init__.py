@@ -1,0 +1,1 @@
+"""Optimiser loops of train_rm and ppo_update."""
