@@ -1,0 +1,119 @@
+"""Means and related figures of ragged data, for metric files: always finite, and never counting an empty response."""
+
+import numpy as np
+
+from rlhf_core.algorithms.ragged import Offsets, PerRow, PerToken, check_offsets, check_same_size, lengths
+
+
+def mean_and_std(x: PerToken) -> tuple[float, float]:
+    """Return the mean and the population standard deviation, summed in float64.
+
+    Args:
+        x: [N], any unit, tokens or rows.
+
+    Returns:
+        Mean and standard deviation in the unit of x; (0.0, 0.0) for no numbers.
+    """
+    if x.size == 0:
+        return 0.0, 0.0
+    return float(np.mean(x, dtype=np.float64)), float(np.std(x, dtype=np.float64))
+
+
+def token_mean(x: PerToken) -> float:
+    """Return the mean over all tokens: a long response weighs more than a short one.
+
+    Args:
+        x: [N], any unit.
+
+    Returns:
+        The mean in the unit of x; 0.0 for no tokens.
+    """
+    return mean_and_std(x)[0]
+
+
+def sequence_sums(x: PerToken, offsets: Offsets) -> PerRow:
+    """Return the sum of each row, in float64.
+
+    Args:
+        x: [N], any unit.
+        offsets: [B + 1], int64.
+
+    Returns:
+        [B], float64, in the unit of x; 0 for a row without tokens.
+
+    Raises:
+        RowMismatch: If offsets do not fit x.
+    """
+    check_offsets(offsets, tokens=x.size)
+    filled = lengths(offsets) > 0
+    sums = np.zeros(filled.size)
+    if x.size:
+        # Each sum runs to the next start, so starts of rows without tokens must be left out.
+        sums[filled] = np.add.reduceat(x, offsets[:-1][filled], dtype=np.float64)
+    return sums
+
+
+def sequence_mean(x: PerToken, offsets: Offsets) -> float:
+    """Return the mean over responses of the sum over a response's tokens.
+
+    This is the form of objective/kl and objective/entropy: long responses have larger sums.
+
+    Args:
+        x: [N], any unit.
+        offsets: [B + 1], int64. Rows without tokens are not counted.
+
+    Returns:
+        The mean in the unit of x; 0.0 if no row has tokens.
+
+    Raises:
+        RowMismatch: If offsets do not fit x.
+    """
+    return token_mean(sequence_sums(x, offsets)[lengths(offsets) > 0])
+
+
+def explained_variance(values: PerToken, returns: PerToken) -> float:
+    """Return the share of the variance of the returns that the values predict.
+
+        1 - var(returns - values) / var(returns)
+
+    Args:
+        values: [N], reward units.
+        returns: [N], reward units.
+
+    Returns:
+        At most 1; 0 for values that are constant; below 0 for values worse than that. 0.0 where it is not defined:
+        no tokens, or returns that are all equal.
+
+    Raises:
+        RowMismatch: If the lengths differ.
+    """
+    check_same_size(values=values, returns=returns)
+    if returns.size == 0 or returns.min() == returns.max():
+        return 0.0
+    residual = np.subtract(returns, values, dtype=np.float64)
+    return float(1.0 - residual.var() / np.var(returns, dtype=np.float64))
+
+
+def pair_statistics(chosen: PerRow, rejected: PerRow) -> dict[str, float]:
+    """Return how often, and by how much, the preferred response scores higher.
+
+    Args:
+        chosen: [B], reward units, scores of the preferred responses.
+        rejected: [B], reward units, scores of the others.
+
+    Returns:
+        accuracy: share with chosen > rejected; a tie is no win. accuracy_ties_half: the same, a tie counted as half a
+        win. ties: how many. margin_mean: mean of chosen - rejected, reward units. All 0 for no pairs.
+
+    Raises:
+        RowMismatch: If the lengths differ.
+    """
+    check_same_size(chosen=chosen, rejected=rejected)
+    margin = np.subtract(chosen, rejected, dtype=np.float64)
+    wins, ties = token_mean((margin > 0).astype(np.float64)), token_mean((margin == 0).astype(np.float64))
+    return {
+        "accuracy": wins,
+        "accuracy_ties_half": wins + ties / 2,
+        "ties": float((margin == 0).sum()),
+        "margin_mean": token_mean(margin),
+    }
