@@ -70,6 +70,9 @@ _ADVANTAGES = [
 # Response-aligned list columns: all have the length of response_ids within a row.
 ALIGNED = ("sampler_logprobs", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 
+# Columns in which a null says "unknown". Everywhere else a null, at any depth, is refused.
+NULLABLE = ("messages", "ground_truth", "margin")
+
 
 def score_column(source: str) -> str:
     """Name of the column that holds one reward source's score."""
@@ -96,3 +99,27 @@ EVALUATIONS = pa.schema(
         pa.field("score_reward_model", pa.float32()),  # the proxy: the reward model
     ]
 )
+
+
+def declared_types(names: list[str]) -> dict[str, pa.DataType]:
+    """Return the Arrow types that this module declares for a file with these columns, by column name.
+
+    Args:
+        names: All column names of the file, in order; the first one (the row key) tells the artifact apart.
+
+    Returns:
+        Types of the columns that are declared here; empty when the key is none of ours.
+    """
+    if not names or names[0] not in _BY_KEY:
+        return {}
+    known = {field.name: field.type for schema in _BY_KEY[names[0]] for field in schema}
+    scores = {name: pa.float32() for name in names if name.startswith(score_column("")) or name == "score"}
+    return {name: kind for name, kind in {**scores, **known}.items() if name in names}
+
+
+# Everything that one kind of row may hold, by the row key that tells the kinds apart.
+_BY_KEY = {
+    "prompt_id": [PROMPTS],
+    "pair_id": [PREFERENCES],
+    "sample_id": [EVALUATIONS, pa.schema([pa.field(*field) for field in [*_SCORED, *_ADVANTAGES]])],
+}

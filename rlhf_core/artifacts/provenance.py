@@ -1,0 +1,71 @@
+"""Content hashes: which bytes an artifact was made from. No timestamps, hosts or absolute paths enter them."""
+
+import fnmatch
+import hashlib
+from pathlib import Path
+
+from rlhf_core.errors import ArtifactError, ModelError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+)
+
+
+def hash_path(path: Path) -> str:
+    """Return the SHA-256 of a file, or of a directory's relative file names and contents in sorted order.
+
+    Args:
+        path: A file or directory; hidden files below a directory (unfinished writes) do not count.
+
+    Returns:
+        64 hex digits.
+
+    Raises:
+        ArtifactError: If there is no such path.
+    """
+    if path.is_file():
+        return _hash_file(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: no such file or directory; run `dvc repro` for the stage that writes it")
+    names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return _hash_files(path, [name for name in names if not any(part.startswith(".") for part in name.split("/"))])
+
+
+def hash_tokenizer(directory: Path) -> str:
+    """Return the SHA-256 over the tokenizer's files of a model directory, so that equal tokenizers hash equal.
+
+    Args:
+        directory: A Hugging Face model directory.
+
+    Returns:
+        64 hex digits.
+
+    Raises:
+        ModelError: If the directory holds no tokenizer file.
+    """
+    names = [file.name for file in directory.glob("*") if file.is_file()]
+    found = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)]
+    if not found:
+        raise ModelError(f"{directory}: holds no tokenizer file; save one there with AutoTokenizer.save_pretrained")
+    return _hash_files(directory, found)
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _hash_files(root: Path, names: list[str]) -> str:
+    # A name cannot hold a NUL and a digest has a fixed length, so no two sets of files share one text.
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        digest.update(f"{name}\0{_hash_file(root / name)}".encode())
+    return digest.hexdigest()
