@@ -1,0 +1,89 @@
+"""Padded batches under a token budget, and which of their positions predict response tokens.
+
+The only place where padding exists. Rows are padded on the right, so that under causal attention no real token can see
+a pad, and which token is real follows from lengths, never from comparing ids (pad and EOS may share an id).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows prompt + response, with every response token's place in them."""
+
+    rows: list[int]  # [B] which rows these are, in the caller's numbering
+    input_ids: Tensor  # [B, S] int64, right-padded
+    attention_mask: Tensor  # [B, S] int64, 1 = real token
+    position_ids: Tensor  # [B, S] int64, 0 .. S - 1 in every row
+    predictors: Tensor  # [N] int64, flat index into [B * S] of the state before each response token
+    targets: Tensor  # [N] int64, the response tokens, row after row
+    lengths: list[int]  # [B] response tokens of each row; they sum to N
+
+
+def collate(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    *,
+    pad_id: int,
+    device: torch.device,
+) -> Batch:
+    """Build one batch from the rows named.
+
+    The state before response token t of a row with P prompt tokens is at position P + t - 1: the logits there predict
+    the token, and the value there is the value before it.
+
+    Args:
+        prompt_ids: Per row, at least one token each.
+        response_ids: Per row; may be empty.
+        rows: Indices of the rows to take.
+        pad_id: Fills the right; its value has no effect.
+        device: Where the tensors go.
+    """
+    width = max(len(prompt_ids[row]) + len(response_ids[row]) for row in rows)
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
+    predictors: list[int] = []
+    targets: list[int] = []
+    for place, row in enumerate(rows):
+        prompt, response = prompt_ids[row], response_ids[row]
+        total = len(prompt) + len(response)
+        input_ids[place, :total] = torch.tensor([*prompt, *response])
+        attention_mask[place, :total] = 1
+        first = place * width + len(prompt) - 1
+        predictors.extend(range(first, first + len(response)))
+        targets.extend(response)
+    return Batch(
+        rows=list(rows),
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=torch.arange(width, device=device).expand(len(rows), width),
+        predictors=torch.tensor(predictors, dtype=torch.int64, device=device),
+        targets=torch.tensor(targets, dtype=torch.int64, device=device),
+        lengths=[len(response_ids[row]) for row in rows],
+    )
+
+
+def token_budget_batches(lengths: Sequence[int], *, max_batch_tokens: int) -> list[list[int]]:
+    """Group rows of similar length so that rows x longest row stays within the budget.
+
+    Args:
+        lengths: [B] tokens of each row, prompt included.
+        max_batch_tokens: Tokens of one padded batch. A single longer row is a batch of its own.
+
+    Returns:
+        Batches of row indices, longest first (so that memory peaks at the start, not after hours); every row once.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    batches: list[list[int]] = []
+    for row in order:
+        # Longest first: the first row of a batch sets its width.
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_batch_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches

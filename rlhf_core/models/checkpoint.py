@@ -1,0 +1,101 @@
+"""What stands beside a policy's Hugging Face directory: the critic's value head and the optimiser's state.
+
+Everything is safetensors and JSON, so nothing can run code when it is loaded.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import first_line, read_json
+from rlhf_core.stage import write_json
+
+_HEAD = "value_head.safetensors"
+_CRITIC = "critic.json"
+_OPTIMIZER = "optimizer.json"
+_MOMENTS = "moments.safetensors"
+
+
+def new_value_head(hidden_size: int) -> nn.Linear:
+    """Return a value head that predicts 0 for every state: hidden state [H] -> value [1], float32."""
+    head = nn.Linear(hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def save_critic(head: nn.Linear, directory: Path) -> None:
+    """Write a shared-backbone critic: the value head that reads the policy's last hidden state."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, directory / _HEAD)
+    write_json(directory / _CRITIC, {"kind": "shared_backbone", "hidden_size": head.in_features})
+
+
+def load_critic(directory: Path, *, hidden_size: int, device: torch.device) -> nn.Linear:
+    """Load the value head of a shared-backbone critic.
+
+    Args:
+        directory: Written by save_critic.
+        hidden_size: Of the policy it will read from.
+        device: Where it goes.
+
+    Raises:
+        ModelError: If weights are missing, or the head was trained for another hidden size.
+    """
+    description = read_json(directory / _CRITIC)
+    if description.get("hidden_size") != hidden_size:
+        raise ModelError(f"{directory}: value head for hidden size {description.get('hidden_size')}, but the policy has {hidden_size}")
+    head = nn.Linear(hidden_size, 1)
+    weights = _read_tensors(directory / _HEAD)
+    missing = sorted({"weight", "bias"} - weights.keys())
+    if missing:
+        raise ModelError(f"{directory / _HEAD}: lacks {', '.join(missing)}; the value head would be left random")
+    head.load_state_dict(weights)
+    return head.to(device)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """AdamW's state between iterations, by parameter name."""
+
+    step: int  # optimiser steps taken since the base model
+    episode: int  # responses trained on since the base model, each counted once per iteration
+    first_moments: dict[str, Tensor]  # exp_avg; empty before the first step
+    second_moments: dict[str, Tensor]  # exp_avg_sq
+
+
+def save_optimizer(state: OptimizerState, directory: Path) -> None:
+    """Write the optimiser state; the moments in the dtype they are held in."""
+    directory.mkdir(parents=True, exist_ok=True)
+    moments = {f"exp_avg/{name}": tensor for name, tensor in state.first_moments.items()}
+    moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in state.second_moments.items()}
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in moments.items()}, directory / _MOMENTS)
+    write_json(directory / _OPTIMIZER, {"kind": "adamw", "step": state.step, "episode": state.episode})
+
+
+def load_optimizer(directory: Path) -> OptimizerState:
+    """Read the optimiser state written by save_optimizer.
+
+    Raises:
+        ModelError: If a file is missing or broken.
+    """
+    description = read_json(directory / _OPTIMIZER)
+    moments = _read_tensors(directory / _MOMENTS)
+    return OptimizerState(
+        step=int(description["step"]),
+        episode=int(description["episode"]),
+        first_moments={n.removeprefix("exp_avg/"): t for n, t in moments.items() if n.startswith("exp_avg/")},
+        second_moments={n.removeprefix("exp_avg_sq/"): t for n, t in moments.items() if n.startswith("exp_avg_sq/")},
+    )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: expected a safetensors file: {first_line(error)}") from None

@@ -1,0 +1,163 @@
+"""Forward passes: logprobs, entropy and values of response tokens, and scores of whole responses.
+
+Logits exist only for positions that predict a response token, and only `logits_chunk_tokens` of them at once; in
+training each chunk is recomputed in the backward pass instead of kept.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlhf_core.models.batching import Batch, collate, token_budget_batches
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Per response token, flat over the batch's rows."""
+
+    logprobs: Tensor  # [N] float32, nats
+    entropy: Tensor  # [N] float32, nats, of the full distribution at the state before the token
+    values: Tensor | None  # [N] float32, reward units; None without a value head
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the context in which forward passes run: bfloat16 products for "bf16-autocast", else nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-autocast")
+
+
+def token_outputs(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    temperature: float,
+    logits_chunk_tokens: int,
+    precision: str,
+    value_head: nn.Linear | None,
+) -> TokenOutputs:
+    """Return logprobs, entropy and values of the batch's response tokens.
+
+        logprob_t = log_softmax(logits_t / temperature)[token_t]
+        entropy_t = -sum_v p_t(v) log p_t(v),  p_t = softmax(logits_t / temperature)
+        value_t   = value_head(hidden state before token t)
+
+    Args:
+        model: A causal language model whose logits are its output embedding of the last hidden state.
+        batch: From collate.
+        temperature: The sampling temperature; positive.
+        logits_chunk_tokens: Rows of full-vocabulary logits that exist at once.
+        precision: compute.precision.
+        value_head: Reads the hidden state, in float32; None = no values.
+
+    Returns:
+        Float32 tensors [N]; they carry gradients where gradients are enabled.
+    """
+    head = model.get_output_embeddings()
+    with autocast(batch.input_ids.device, precision):
+        hidden = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
+        pieces = []
+        for start in range(0, len(batch.targets), logits_chunk_tokens):
+            part = slice(start, start + logits_chunk_tokens)
+            arguments = (hidden[part], head.weight, head.bias, batch.targets[part], temperature)
+            if torch.is_grad_enabled():
+                pieces.append(checkpoint(_chunk_statistics, *arguments, use_reentrant=False))
+            else:
+                pieces.append(_chunk_statistics(*arguments))
+    empty = hidden.new_zeros(0, dtype=torch.float32)
+    logprobs = torch.cat([piece[0] for piece in pieces]) if pieces else empty
+    entropy = torch.cat([piece[1] for piece in pieces]) if pieces else empty
+    values = None if value_head is None else value_head(hidden.float()).squeeze(-1)
+    return TokenOutputs(logprobs, entropy, values)
+
+
+def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Last hidden states [B, S, H].
+
+    No attention mask: rows are padded on the right, so causal attention already keeps real tokens from pads, and
+    without a mask the kernel takes its faster causal path (1.1 to 1.25 times on CPU, same bits).
+    """
+    output = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    return output.last_hidden_state
+
+
+def _chunk_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [n] of one chunk of states [n, H]; the only place where logits exist.
+
+    The product is in float32 even under autocast: logits near 20 rounded to bfloat16 are off by up to 0.06 nats, and
+    differently so for each batch composition, which halves the use of a ratio. Measured cost: 6 to 10 % of a pass.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    normaliser = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    # sum_v p log p = sum_v p logit - logsumexp, without a second tensor of log-probabilities.
+    entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+    return logprobs, entropy
+
+
+def sequence_scores(model: PreTrainedModel, batch: Batch, *, precision: str) -> Tensor:
+    """Return the reward model's score of each row.
+
+    Decoders (a `score` layer over hidden states) are read at the last real token by its position, not by searching for
+    the first pad id, which would stop early where pad and EOS share an id. Encoders pool by themselves.
+
+    Args:
+        model: A sequence classifier with one label.
+        batch: From collate; prompt and response of each row.
+        precision: compute.precision.
+
+    Returns:
+        [B] float32, reward units.
+    """
+    device = batch.input_ids.device
+    with autocast(device, precision):
+        if not hasattr(model, "score"):
+            output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+            return output.logits.float().squeeze(-1)
+        last = batch.attention_mask.sum(-1) - 1
+        hidden = _hidden_states(model, batch)[torch.arange(len(last), device=device), last]
+    return model.score(hidden.to(model.score.weight.dtype)).float().squeeze(-1)
+
+
+def for_all_rows(
+    compute: Callable[[Batch], Sequence[Tensor]],
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    max_batch_tokens: int,
+    pad_id: int,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> list[list[Tensor]]:
+    """Run a forward pass over all rows in token-budget batches, without gradients.
+
+    Args:
+        compute: Maps a batch to one tensor per row of it (for instance the row's logprobs [T]).
+        prompt_ids: Per row.
+        response_ids: Per row.
+        max_batch_tokens: Padded tokens of one batch.
+        pad_id: For padding.
+        device: Where the model is.
+        progress: Told the number of rows done after each batch.
+
+    Returns:
+        In the caller's row order, what `compute` gave for each row, on the CPU.
+    """
+    results: list[Any] = [None] * len(prompt_ids)
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+    with torch.inference_mode():
+        for rows in token_budget_batches(lengths, max_batch_tokens=max_batch_tokens):
+            batch = collate(prompt_ids, response_ids, rows, pad_id=pad_id, device=device)
+            for row, result in zip(rows, compute(batch), strict=True):
+                results[row] = result.cpu()
+            progress(len(rows))
+    return results
