@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, its end-of-sequence ids and its pad id. Imports no torch."""
+"""The tokenizer of a model directory, its end-of-sequence ids and its pad id. Only local files are read, no code is run."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         directory: A Hugging Face model directory.
 
     Raises:
-        ModelError: If the directory is missing, or has no tokenizer that can be read, or neither a pad nor an EOS token.
+        ModelError: If the directory is missing, has no tokenizer that can be read, or it has neither pad nor EOS token.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory; expected a model with its tokenizer files")
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"{directory}: no tokenizer files (looked for {', '.join(_TOKENIZER_FILES)}); copy the tokenizer of the model"
-            " into the directory, for instance with tokenizer.save_pretrained"
+            f"{directory}: no tokenizer files (looked for {', '.join(_TOKENIZER_FILES)}); copy the tokenizer of the"
+            " model into the directory, for instance with tokenizer.save_pretrained"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -37,7 +37,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the pad id, choosing the EOS where the tokenizer has none and recording the choice in the tokenizer.
 
-    Sharing an id with the EOS is safe here: masks come from lengths, never from comparing ids. No embedding row is added.
+    Sharing an id with the EOS is safe here: masks come from lengths, never from comparing ids. The vocabulary, and so the
+    model's embedding, stays as it is.
 
     Raises:
         ModelError: If the tokenizer has neither a pad nor an EOS token.
