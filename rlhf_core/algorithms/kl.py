@@ -18,8 +18,8 @@ def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, *, estimator: Litera
         k2 = d^2 / 2                biased, low variance
         k3 = exp(-d) - 1 + d        unbiased, never negative
 
-    In k3, d is bounded below by -LOG_RATIO_CAP (-20): a token that the reference finds more than exp(20) times as likely
-    counts as exactly that, 485165174.4 nats, instead of overflowing. k1 and k2 need no bound.
+    In k3, d is bounded below by -LOG_RATIO_CAP (-20): a token that the reference finds more than exp(20) times as
+    likely counts as exactly that, 485165174.4 nats, instead of overflowing. k1 and k2 need no bound.
 
     Args:
         logprobs: [N], nats, of the sampled tokens under the policy that sampled them.

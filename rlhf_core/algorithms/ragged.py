@@ -2,15 +2,13 @@
 
 Row i of `values` [N] is values[offsets[i]:offsets[i + 1]], with offsets [B + 1] int64, offsets[0] = 0 and
 offsets[B] = N. There is no padding, so there is no mask to forget; a row of length 0 is legal.
-Left out: reading and writing such data (rlhf_core/artifacts/shards.py).
+Left out: reading and writing such data, and the check that its numbers are finite (rlhf_core/artifacts/shards.py).
 """
-
-from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64
 
-from rlhf_core.errors import NumericError, RowMismatch
+from rlhf_core.errors import RowMismatch
 
 # What signatures say. `tokens` and `rows` must agree between the arguments of one call; tests check it at run time.
 PerToken = Float[np.ndarray, "tokens"]
@@ -18,13 +16,6 @@ PerRow = Float[np.ndarray, "rows"]
 RowFlags = Bool[np.ndarray, "rows"]
 Offsets = Int64[np.ndarray, "bounds"]  # [B + 1]
 Lengths = Int64[np.ndarray, "rows"]
-
-
-class RowNames(Protocol):
-    """What names rows in error messages: a list of sample ids, or an Arrow column of them."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return the name of row `index`; it is printed with str()."""
 
 
 def lengths(offsets: Offsets) -> Lengths:
@@ -72,29 +63,3 @@ def check_same_size(**arrays: np.ndarray) -> None:
     if len({array.size for array in arrays.values()}) > 1:
         found = ", ".join(f"{name} {array.size}" for name, array in arrays.items())
         raise RowMismatch(f"expected arrays of one length, found {found}")
-
-
-def require_finite(name: str, array: np.ndarray, offsets: Offsets | None, row_names: RowNames) -> None:
-    """Stop at the first NaN or infinity: one such number would spread to every token through whitening.
-
-    Args:
-        name: What the numbers are, such as "data/scores/iteration=1: logprobs".
-        array: [N] with offsets, or [B] without.
-        offsets: [B + 1], int64; None when the array holds one number per row.
-        row_names: [B], the names of the rows, for the message.
-
-    Raises:
-        NumericError: With the name, the row's index and name, the token's index within the row, and the number found.
-    """
-    finite = np.isfinite(array)
-    if finite.all():
-        return
-    bad = int(np.argmin(finite))
-    row, token = bad, ""
-    if offsets is not None:
-        row = int(np.searchsorted(offsets, bad, side="right")) - 1
-        token = f", token {bad - int(offsets[row])}"
-    raise NumericError(
-        f"{name}: expected finite numbers, found {array[bad]} in row {row} ({row_names[row]}){token};"
-        f" {int((~finite).sum())} of {array.size} numbers are not finite. Repair what wrote them and run it again"
-    )

@@ -1,0 +1,107 @@
+"""Slow second implementations, written from the papers: plain loops over one row in Python floats, or in decimals.
+
+Nothing here imports rlhf_core (a test sees to it), and the forms differ on purpose: GAE is the double sum and not the
+recursion, padding is handled by a carry-forward mask and not by offsets, k3 has 60 digits.
+"""
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
+
+Row = Sequence[float]
+
+
+def kl(logprob: float, ref_logprob: float, estimator: str, cap: float = 20.0) -> float:
+    """One token's KL estimate; k3 in 60 digits, its log-ratio bounded below by -cap."""
+    with localcontext() as context:
+        context.prec = 60
+        d = Decimal(logprob) - Decimal(ref_logprob)
+        if estimator == "k1":
+            return float(d)
+        if estimator == "k2":
+            return float(d * d / 2)
+        d = max(d, Decimal(-cap))
+        return float((-d).exp() - 1 + d)
+
+
+def rewards(kls: Row, score: float, kl_coef: float) -> list[float]:
+    """One row: the penalty on each token, the score on the last."""
+    out = [-kl_coef * value for value in kls]
+    if out:
+        out[len(out) - 1] = out[len(out) - 1] + score
+    return out
+
+
+def td_errors(row_rewards: Row, values: Row, gamma: float) -> list[float]:
+    """One row: r_t + gamma V_{t+1} - V_t, with V = 0 after the end."""
+    after = [*values[1:], 0.0]
+    return [r + gamma * v_next - v for r, v_next, v in zip(row_rewards, after, values, strict=False)]
+
+
+def gae(row_rewards: Row, values: Row, gamma: float, gae_lambda: float) -> list[float]:
+    """One row, as the sum that defines it: A_t = sum over l of (gamma lambda)^l delta_{t+l}."""
+    deltas = td_errors(row_rewards, values, gamma)
+    return [
+        math.fsum((gamma * gae_lambda) ** (u - t) * deltas[u] for u in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+def discounted_returns(row_rewards: Row, gamma: float) -> list[float]:
+    """One row: sum over l of gamma^l r_{t+l}."""
+    return [
+        math.fsum(gamma ** (u - t) * row_rewards[u] for u in range(t, len(row_rewards)))
+        for t in range(len(row_rewards))
+    ]
+
+
+def gae_padded(row_rewards: Row, values: Row, mask: Sequence[bool], gamma: float, gae_lambda: float) -> list[float]:
+    """One row stored with padding: what is carried backwards does not change at masked positions. 0 at padding."""
+    out = [0.0] * len(row_rewards)
+    next_value, next_advantage = 0.0, 0.0
+    for t in reversed(range(len(row_rewards))):
+        if mask[t]:
+            delta = row_rewards[t] + gamma * next_value - values[t]
+            next_advantage = delta + gamma * gae_lambda * next_advantage
+            next_value = values[t]
+            out[t] = next_advantage
+    return out
+
+
+def whiten(x: Row, *, shift_mean: bool = True, epsilon: float = 1e-8) -> list[float]:
+    """Population variance, exact sums."""
+    mean = math.fsum(x) / len(x)
+    variance = math.fsum((value - mean) ** 2 for value in x) / len(x)
+    return [(value - mean) / math.sqrt(variance + epsilon) + (0.0 if shift_mean else mean) for value in x]
+
+
+def policy_loss(new_logprob: float, logprob: float, advantage: float, clip_range: float) -> float:
+    """One token, by cases: what is clipped depends on the sign of the advantage."""
+    ratio = math.exp(new_logprob - logprob)
+    if advantage >= 0:
+        return -advantage * min(ratio, 1 + clip_range)
+    return -advantage * max(ratio, 1 - clip_range)
+
+
+def value_loss(new_value: float, value: float, target: float, value_clip_range: float) -> float:
+    """One token, by cases: the error of the moved value, or of the furthest allowed one where that is larger."""
+    moved = new_value - value
+    allowed = math.copysign(min(abs(moved), value_clip_range), moved)
+    return 0.5 * max(abs(new_value - target), abs(value + allowed - target)) ** 2
+
+
+def log_softmax(logits: Row, temperature: float) -> list[float]:
+    """The distribution that is sampled from: logits divided by the temperature, then normalised."""
+    scaled = [logit / temperature for logit in logits]
+    total = math.log(math.fsum(math.exp(value) for value in scaled))
+    return [value - total for value in scaled]
+
+
+def explained_variance(values: Row, returns: Row) -> float:
+    """1 - var(returns - values) / var(returns)."""
+
+    def variance(x: Row) -> float:
+        mean = math.fsum(x) / len(x)
+        return math.fsum((value - mean) ** 2 for value in x) / len(x)
+
+    return 1 - variance([r - v for r, v in zip(returns, values, strict=True)]) / variance(returns)
