@@ -1,0 +1,44 @@
+# Every target does the set-up it needs; each line is a command that a person could type.
+# PYTHON chooses the interpreter for .venv, ACCEL=gpu the lock for NVIDIA GPUs.
+PYTHON ?= python3
+ACCEL ?=
+SETUP = $(PYTHON) tools/setup.py --accel "$(ACCEL)" $(if $(filter file,$(origin PYTHON)),,--this-python)
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export DO_NOT_TRACK := 1
+export DVC_NO_ANALYTICS := 1
+export VLLM_NO_USAGE_STATS := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help setup setup-dev demo test lint format deps
+
+help:
+	@echo "make demo    install, train a small model with PPO through dvc repro, show base against final"
+	@echo "make test    install, run all tests (real vLLM included)"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  ruff format"
+	@echo "make deps    write the code files that each stage imports into dvc.yaml"
+	@echo "make setup   only install; ACCEL=gpu for NVIDIA GPUs"
+
+setup:
+	@$(SETUP)
+
+setup-dev:
+	@$(SETUP) --dev
+
+demo: setup
+	dvc repro
+	python -m rlhf_core.report.table
+
+test: setup-dev
+	python -m pytest -n 2 --dist loadgroup
+
+lint: setup-dev
+	ruff check .
+	mypy
+
+format: setup-dev
+	ruff format .
+
+deps: setup-dev
+	python tools/update_deps.py
