@@ -1,0 +1,126 @@
+"""Checks of the single keys of a row: text, turns, ids, splits, numbers. Errors name the row's position and the key."""
+
+import json
+import re
+from typing import Any
+
+from rlhf_core.errors import DataError
+from rlhf_core.ingest.formats import SPLITS, Row
+
+Message = dict[str, str]  # {"role": "user", "content": "..."}
+Content = str | list[Message]  # plain text, or turns
+
+ROLES = ("system", "user", "assistant")
+
+_ID = re.compile(r"[A-Za-z0-9_.:/-]+")
+_MAX_FLOAT32 = 3.4028234663852886e38
+
+
+def text(value: Any, where: str, key: str) -> str:
+    """Return a value that must be text which can be written as UTF-8.
+
+    Raises:
+        DataError: If it is not.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key}: expected text, found {_describe(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise DataError(
+            f"{where}: {key}: character {error.start} is {half}, half of a surrogate pair: no text; repair it"
+        ) from None
+    return value
+
+
+def turns(value: Any, where: str, key: str) -> list[Message]:
+    """Return the roles and contents of a value that must be a list of turns.
+
+    Raises:
+        DataError: If it is empty, no list, or a turn has another role, no text, or keys that would be lost.
+    """
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if isinstance(value, list) else _describe(value)
+        raise DataError(f"{where}: {key}: expected text or a list of turns, found {found}")
+    checked = []
+    for index, turn in enumerate(value):
+        place = f"{key}[{index}]"
+        if not isinstance(turn, dict) or turn.get("role") is None or turn.get("content") is None:
+            raise DataError(f'{where}: {place}: expected {{"role": ..., "content": text}}, found {_describe(turn)}')
+        extra = [name for name, item in turn.items() if name not in ("role", "content") and item is not None]
+        if extra:
+            raise DataError(f"{where}: {place}: only role and content are read, found also {', '.join(extra)}")
+        if turn["role"] not in ROLES:
+            raise DataError(f"{where}: {place}: expected a role of {', '.join(ROLES)}, found {turn['role']!r}")
+        checked.append({"role": turn["role"], "content": text(turn["content"], where, f"{place}.content")})
+    return checked
+
+
+def identifier(row: Row, *keys: str) -> str | None:
+    """Return the first of these keys that the row has, an integer as text; None if it has none.
+
+    Raises:
+        DataError: If it holds more than letters, digits and _ . : / -
+    """
+    for key in keys:
+        value = row.values.get(key)
+        if value is None:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if not _ID.fullmatch(text(value, row.where, key)):
+            raise DataError(f"{row.where}: {key} is {value!r}: expected only letters, digits and _ . : / -")
+        return str(value)
+    return None
+
+
+def split(row: Row) -> str | None:
+    """Return the row's own side, train or eval; None if it has none.
+
+    Raises:
+        DataError: If it is no name of a split.
+    """
+    value = row.values.get("split")
+    if value is None:
+        return None
+    if text(value, row.where, "split") not in SPLITS:
+        raise DataError(f"{row.where}: split is {value!r}: expected one of {', '.join(SPLITS)}")
+    return SPLITS[value]
+
+
+def margin(row: Row) -> float | None:
+    """Return the row's margin; None if it has none.
+
+    Raises:
+        DataError: If it is no finite number, or too large for float32.
+    """
+    value = row.values.get("margin")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{row.where}: margin: expected a number, found {_describe(value)}")
+    # Refuses NaN as well: no comparison with it is true.
+    if not abs(value) <= _MAX_FLOAT32:
+        raise DataError(f"{row.where}: margin is {value}: expected a finite number")
+    return float(value)
+
+
+def ground_truth(row: Row) -> str | None:
+    """Return the row's ground truth, any JSON value, as JSON text; None if it has none.
+
+    Raises:
+        DataError: If it has no form in JSON.
+    """
+    value = row.values.get("ground_truth")
+    if value is None:
+        return None
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{row.where}: ground_truth: expected a JSON value: {error}") from None
+    return text(written, row.where, "ground_truth")
+
+
+def _describe(value: Any) -> str:
+    return f"an object with the keys {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
