@@ -138,6 +138,7 @@ class PpoUpdateParams(_Section):
     """The clipped policy and value update."""
 
     learning_rate: Positive
+    value_head_learning_rate: Positive
     lr_schedule: Literal["constant", "linear", "cosine"]
     schedule_steps: Count
     warmup_steps: CountOrZero

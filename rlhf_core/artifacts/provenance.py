@@ -51,11 +51,20 @@ def hash_tokenizer(directory: Path) -> str:
     Raises:
         ModelError: If the directory holds no tokenizer file.
     """
-    names = [file.name for file in directory.glob("*") if file.is_file()]
+    return _hash_files(directory, [path.name for path in tokenizer_files(directory)])
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Return the tokenizer's files of a model directory, sorted.
+
+    Raises:
+        ModelError: If the directory holds none.
+    """
+    names = sorted(file.name for file in directory.glob("*") if file.is_file())
     found = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)]
     if not found:
         raise ModelError(f"{directory}: holds no tokenizer file; save one there with AutoTokenizer.save_pretrained")
-    return _hash_files(directory, found)
+    return [directory / name for name in found]
 
 
 def _hash_file(path: Path) -> str:

@@ -7,14 +7,17 @@ that the pipeline itself writes (checkpoint.py).
 import importlib.util
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from rlhf_core.artifacts.provenance import tokenizer_files
 from rlhf_core.errors import ModelError
 from rlhf_core.models.tokenizer import pad_id
 
@@ -123,6 +126,21 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, for one-line messages."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
+
+
+def local_directory(source: str) -> Path:
+    """Return a model's directory: `source` itself, or the local copy of a Hugging Face id.
+
+    Raises:
+        ModelError: If it is neither a directory nor an id that can be fetched.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(source, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source!r}: no such directory, and no Hugging Face id that can be fetched: {first_line(error)}") from None
 
 
 def load_causal_lm(directory: Path, *, device: torch.device, precision: str) -> PreTrainedModel:
@@ -242,6 +260,23 @@ def save_pretrained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     """
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def save_like(model: PreTrainedModel, source: Path, directory: Path, *, card: str) -> None:
+    """Write a model that was trained from `source`, taking the tokenizer's files over byte by byte.
+
+    Saving a tokenizer again may rewrite its files; its hash, by which artifacts know it, must not change.
+
+    Args:
+        model: Saved in the dtype it is held in.
+        source: The model directory that it came from.
+        directory: Created; an existing file in it is overwritten.
+        card: Text of README.md.
+    """
+    model.save_pretrained(directory)
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, directory / path.name)
     (directory / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -1,0 +1,66 @@
+"""Train the reward model on data/preferences: `python -m stages.train_rm`."""
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
+from rlhf_core.artifacts.shards import read_metadata, read_table
+from rlhf_core.config import load_run
+from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import local_directory, new_classifier, save_like, torch_device
+from rlhf_core.models.tokenizer import load_tokenizer, pad_id
+from rlhf_core.seeding import derive_seed
+from rlhf_core.stage import publish, run_stage, work_directory, write_json
+from rlhf_core.training.reward_model import Pairs, evaluate, expand_ranks, freeze_lowest, train
+
+PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
+METRICS = Path("data/metrics/train_rm.json")
+
+
+def main() -> None:
+    """Train on the pairs of split train, measure on those of split eval, save the classifier."""
+    params = load_run().params
+    rm, compute = params.train_rm, params.compute
+    source = Path("data/checkpoints/policy/0") if rm.model == "base" else local_directory(rm.model)
+    if hash_tokenizer(source) != read_metadata(PREFERENCES)["tokenizer"]:
+        raise ModelError(f"train_rm.model {source}: its tokenizer is not the base model's; data/preferences holds the latter's ids")
+    work = work_directory("train_rm", {"preferences": hash_path(PREFERENCES), "params": params.model_dump(include={"train_rm", "compute", "seed"})})
+    pairs, held_out = read_pairs("train"), read_pairs("eval")
+    if not pairs.pair_ids:
+        no_reward_model(work)
+        return
+    seed = derive_seed(params.seed, "train_rm")
+    model = new_classifier(source, device=torch_device(compute.device), precision=compute.precision, seed=seed)
+    model.config.pad_token_id = pad_id(load_tokenizer(source))
+    freeze_lowest(model, rm.frozen_layers)
+    shared = {"max_batch_tokens": compute.max_batch_tokens, "precision": compute.precision, "pad_id": model.config.pad_token_id}
+    with tqdm(total=-(-len(pairs.pair_ids) // rm.batch_size) * rm.epochs, desc="train_rm", unit="step") as bar:
+        options = rm.model_dump(exclude={"model", "frozen_layers"})
+        loss = train(model, pairs, **options, **shared, seed=seed, progress=lambda loss: (bar.set_postfix(loss=f"{loss:.3f}"), bar.update()))
+    with tqdm(total=2 * len(held_out.pair_ids), desc="held-out", unit="response") as bar:
+        metrics = evaluate(model, held_out, **shared, progress=bar.update)
+    metrics |= {"eval/ties_in_data": held_out.ties, "train/loss": loss, "train/pairs": len(pairs.pair_ids), "train/ties_in_data": pairs.ties}
+    card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)}).\n"
+    save_like(model, source, work / "model", card=card)
+    publish(work / "model", OUT)
+    write_json(METRICS, metrics)
+
+
+def read_pairs(split: str) -> Pairs:
+    """Read the pairs of one split."""
+    table = read_table(PREFERENCES, ["pair_id", "prompt_ids", "response_ids", "ranks", "split"])
+    rows = [row for row in table.to_pylist() if row["split"] == split]
+    return expand_ranks(*([row[name] for row in rows] for name in ("pair_id", "prompt_ids", "response_ids", "ranks")))
+
+
+def no_reward_model(work: Path) -> None:
+    """Without preferences (ingest.preferences: null) the out is a directory that says so; no stage may then use it."""
+    (work / "model").mkdir(exist_ok=True)
+    (work / "model" / "README.md").write_text("No reward model: there are no preference pairs to train one on.\n")
+    publish(work / "model", OUT)
+    write_json(METRICS, {"train/pairs": 0})
+
+
+if __name__ == "__main__":
+    run_stage("train_rm", main)
