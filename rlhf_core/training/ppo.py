@@ -80,7 +80,7 @@ def minibatches(rows: int, *, ppo_epochs: int, minibatch_size: int, seed: int) -
     for _ in range(ppo_epochs):
         order = generator.permutation(rows).tolist()
         for start in range(0, rows, minibatch_size):
-            yield order[start : start + minibatch_size]
+            yield sorted(order[start : start + minibatch_size])  # a sum's rounding then depends on the set alone
 
 
 def update(

@@ -1,0 +1,219 @@
+"""Logprobs, values and scores of response tokens: alignment, padding, temperature, chunks, memory."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+
+from rlhf_core.models.batching import collate, token_budget_batches
+from rlhf_core.models.forward import for_all_rows, sequence_scores, token_outputs
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def outputs(model, prompts, responses, rows=None, *, temperature=1.0, chunk=64, head=None, pad_id=0):
+    batch = collate(prompts, responses, rows or range(len(prompts)), pad_id=pad_id, device=CPU)
+    return token_outputs(
+        model, batch, temperature=temperature, logits_chunk_tokens=chunk, precision="float32", value_head=head
+    )
+
+
+class PositionModel(nn.Module):
+    """Hidden state of position p is [10 + p]; logits give the next token the logprob -(p + 1) / 10."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.head = PositionHead(vocabulary)
+        self.base_model = lambda input_ids, position_ids, use_cache: SimpleNamespace(
+            last_hidden_state=(10.0 + position_ids)[..., None].float()
+        )
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+class PositionHead(nn.Module):
+    """Stands for a linear layer 1 -> V whose logits are [l, 0] with log softmax(l) = -(p + 1) / 10."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.zeros(vocabulary, 1), None
+
+
+def test_values_and_logprobs_are_those_of_the_state_before_each_token(monkeypatch):
+    # Prompt 11, 12, 13, response 21, 22: states at positions 2 and 3 precede the response tokens, so the values of a
+    # head that returns the hidden state (10 + position) are 12 and 13, not 13 and 14.
+    identity = nn.Linear(1, 1)
+    nn.init.ones_(identity.weight)
+    nn.init.zeros_(identity.bias)
+    from rlhf_core.models import forward
+
+    def chunk(hidden, weight, bias, targets, temperature):
+        return -(hidden[:, 0] - 9) / 10, torch.zeros(len(targets))  # row p -> -(p + 1) / 10
+
+    monkeypatch.setattr(forward, "_chunk_statistics", chunk)
+    found = outputs(PositionModel(30), [[11, 12, 13]], [[21, 22]], head=identity)
+    assert found.values.tolist() == [12.0, 13.0]
+    assert found.logprobs.tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_predictors_and_targets_of_two_rows():
+    # Width 5. Row 0: prompt 3, response 2 -> states 2, 3. Row 1: prompt 1, response 1 -> state 5 + 0.
+    batch = collate([[11, 12, 13], [7]], [[21, 22], [8]], [0, 1], pad_id=0, device=CPU)
+    assert batch.predictors.tolist() == [2, 3, 5]
+    assert batch.targets.tolist() == [21, 22, 8]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("pad_id", [0, 2])
+def test_eos_is_a_target_once_even_when_it_is_the_pad_id(pad_id):
+    ended = collate([[5], [5, 6]], [[8, 9, 2], [3, 3, 3, 3]], [0, 1], pad_id=pad_id, device=CPU)
+    assert ended.targets.tolist() == [8, 9, 2, 3, 3, 3, 3]
+    cut_off = collate([[5], [5, 6]], [[8, 9, 7], [3, 3, 3, 3]], [0, 1], pad_id=pad_id, device=CPU)
+    assert cut_off.targets.tolist() == [8, 9, 7, 3, 3, 3, 3]  # no EOS is invented
+    assert cut_off.lengths == [3, 4]
+
+
+def test_logprobs_and_entropy_equal_log_softmax_of_the_whole_model():
+    model = tiny_model().eval()
+    prompt, response = [1, 70, 80], [90, 5, 6, 2]
+    found = outputs(model, [prompt], [response], temperature=0.7, chunk=3)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, 2:6] / 0.7
+    expected = torch.log_softmax(logits.double(), -1)
+    assert torch.allclose(found.logprobs.double(), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(found.entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-5)
+
+
+def test_temperature_divides_the_logits():
+    # logits [2, 1, 0], token 1: log softmax is -1.407606 at temperature 1 and -2.142932 at 0.5.
+    from rlhf_core.models.forward import _chunk_statistics
+
+    hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [0.0]])
+    for temperature, expected in ((1.0, -1.407606), (0.5, -2.142932)):
+        logprobs, _ = _chunk_statistics(hidden, weight, None, torch.tensor([1]), temperature)
+        assert logprobs.item() == pytest.approx(expected, abs=1e-6)
+
+
+def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=99, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def test_a_row_scores_the_same_alone_and_in_a_padded_batch_with_learned_positions():
+    model, head = gpt2().eval(), nn.Linear(32, 1)
+    prompts, responses = [[3, 4], [5, 6, 7, 8, 9, 10], [11] * 9], [[12, 13, 2], [14], [15] * 8]
+    together = outputs(model, prompts, responses, head=head)
+    alone = [outputs(model, prompts, responses, [row], head=head) for row in range(3)]
+    assert torch.allclose(together.logprobs, torch.cat([one.logprobs for one in alone]), atol=1e-5)
+    assert torch.allclose(together.values, torch.cat([one.values for one in alone]), atol=1e-5)
+    # The short row against the model itself, which has never seen a pad.
+    logits = model(torch.tensor([[3, 4, 12, 13, 2]])).logits[0]
+    expected = torch.log_softmax(logits, -1)[[1, 2, 3], [12, 13, 2]]
+    assert torch.allclose(alone[0].logprobs, expected, atol=1e-5)
+    # Negative control: positions that start at the pads of a left-padded row are far off.
+    shifted = model(torch.tensor([[0] * 10 + [3, 4, 12, 13, 2]])).logits[0]
+    assert (torch.log_softmax(shifted, -1)[[11, 12, 13], [12, 13, 2]] - expected).abs().max() > 0.01
+
+
+def test_gradients_do_not_depend_on_the_chunk_size():
+    gradients = []
+    for chunk in (1, 3, 100):
+        model, head = tiny_model(), nn.Linear(64, 1)
+        torch.nn.init.ones_(head.weight)
+        found = outputs(model, [[1, 70], [1, 71, 72]], [[9, 8, 7], [6, 5]], chunk=chunk, head=head)
+        (found.logprobs.sum() + 0.3 * found.entropy.sum() + found.values.sum()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(gradients[0], gradients[2], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(gradients[1], gradients[2], rtol=1e-4, atol=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(item, torch.Tensor):
+                self.largest = max(self.largest, item.numel())
+        return result
+
+
+def test_no_full_vocabulary_tensor_beyond_one_chunk():
+    vocabulary, rows, prompt, response, chunk = 50_257, 2, 100, 64, 16
+    model = tiny_model(vocab_size=vocabulary).eval()
+    ids = torch.randint(5, 1000, (rows, prompt + response)).tolist()
+    prompts, responses = [row[:prompt] for row in ids], [row[prompt:] for row in ids]
+    parameters = max(p.numel() for p in model.parameters())
+    with torch.no_grad(), LargestTensor() as seen:
+        found = outputs(model, prompts, responses, chunk=chunk)
+    assert seen.largest <= max(chunk * vocabulary, parameters)
+    assert max(chunk * vocabulary, parameters) < rows * response * vocabulary / 1.9  # else the line above says nothing
+    whole = torch.log_softmax(model(torch.tensor(ids)).logits, -1)[:, prompt - 1 : -1]
+    expected = whole.gather(-1, torch.tensor(responses)[..., None]).flatten()
+    assert torch.allclose(found.logprobs, expected, atol=1e-5)
+
+
+def test_logprobs_are_float32_under_bfloat16_products():
+    batch = collate([[1, 70]], [[9, 8, 7]], [0], pad_id=0, device=CPU)
+    found = token_outputs(
+        tiny_model().eval(), batch, temperature=1.0, logits_chunk_tokens=8, precision="bf16-autocast", value_head=None
+    )
+    assert found.logprobs.dtype == torch.float32
+
+
+def classifier() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
+        num_labels=1, pad_token_id=2, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForSequenceClassification(config).eval()
+
+
+def test_the_score_is_read_at_the_last_real_token_when_pad_is_eos():
+    # Ids 5 6 2 7 2 with two pads of id 2 behind: position 4, not 1 (before the first 2) and not 3 (last id that is not 2).
+    model = classifier()
+    batch = collate([[5, 6], [5] * 5], [[2, 7, 2], [6, 6]], [0, 1], pad_id=2, device=CPU)
+    hidden = model.model(torch.tensor([[5, 6, 2, 7, 2]])).last_hidden_state[0]
+    by_position = model.score(hidden)[:, 0]
+    found = sequence_scores(model, batch, precision="float32")[0]
+    assert found.item() == pytest.approx(by_position[4].item(), abs=1e-5)
+    assert abs(found.item() - by_position[1].item()) > 1e-3 and abs(found.item() - by_position[3].item()) > 1e-3
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 12, 1000])
+def test_scores_do_not_depend_on_batch_size_or_order(max_batch_tokens):
+    model = classifier()
+    prompts, responses = [[5], [6, 7], [8] * 4], [[], [9, 2], [10] * 5]
+    alone = [sequence_scores(model, collate(prompts, responses, [row], pad_id=2, device=CPU), precision="float32") for row in range(3)]
+    for order in ([0, 1, 2], [2, 0, 1]):
+        found = for_all_rows(
+            lambda batch: list(sequence_scores(model, batch, precision="float32")),
+            [prompts[row] for row in order],
+            [responses[row] for row in order],
+            max_batch_tokens=max_batch_tokens,
+            pad_id=2,
+            device=CPU,
+            progress=lambda rows: None,
+        )
+        assert np.allclose([float(score) for score in found], [float(alone[row]) for row in order], atol=1e-5)
+
+
+def test_batches_hold_every_row_once_within_the_budget():
+    lengths = [3, 100, 7, 7, 50, 1, 20]
+    batches = token_budget_batches(lengths, max_batch_tokens=60)
+    assert sorted(row for batch in batches for row in batch) == list(range(7))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 60
