@@ -41,4 +41,4 @@ format: setup-dev
 	ruff format .
 
 deps: setup-dev
-	python tools/update_deps.py
+	python -m tools.update_deps

@@ -290,13 +290,13 @@ def _parse_iterations(raw: Any, problems: list[str]) -> dict[str, Iteration]:
         if not isinstance(name, str):
             problems.append(f'{where}: iteration key {name!r} is not quoted; write "{name}": (DVC would silently run nothing)')
             continue
-        if not name.isalnum() or name == BASE_ITERATION:
+        if not (name.isascii() and name.isalnum()) or name == BASE_ITERATION:
             problems.append(f"{where}: iteration key {name!r}: expected letters and digits only, and not {BASE_ITERATION!r} (the base model)")
             continue
         found = _parse(Iteration, entry, f"{where}: iteration {name!r}", problems)
         if found is not None:
             iterations[name] = found
-    known = {BASE_ITERATION, *iterations}
+    known = {BASE_ITERATION, *(str(name) for name in raw["iterations"])}  # broken entries too: they were reported above
     for name, iteration in iterations.items():
         if iteration.prev not in known:
             problems.append(f"{where}: iteration {name!r}: prev is {iteration.prev!r}; expected one of {', '.join(sorted(known - {name}))}")

@@ -189,7 +189,7 @@ def write_command():
     """Write .venv/bin/rlhf, which runs the command line of this checkout from any directory."""
     command = VENV / "bin" / "rlhf"
     command.write_text(
-        "#!{}\nimport sys\n\nsys.path.insert(0, {!r})\n\nfrom rlhf_core.cli import app\n\nsys.exit(app())\n".format(PYTHON, str(ROOT))
+        "#!{}\nimport sys\n\nsys.path.insert(0, {!r})\n\nfrom rlhf_core.cli import main\n\nmain()\n".format(PYTHON, str(ROOT))
     )
     command.chmod(0o755)
 

@@ -1,0 +1,44 @@
+"""Check params.yaml and iterations.yaml before anything is removed or run: `python -m stages.validate`.
+
+Its out is a constant file that other stages depend on: a bad value stops here, with every old out in place, and a good
+change cascades nothing by itself.
+"""
+
+from pathlib import Path
+
+from rlhf_core.config import Params, load_run
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage import publish, run_stage, work_directory
+
+OK = Path("data/.checks/config.ok")
+
+
+def main() -> None:
+    """Raise with all problems, or write the constant."""
+    problems = missing_inputs(load_run().params, Path("."))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    finished = work_directory("validate", {}) / OK.name
+    finished.write_text("params.yaml and iterations.yaml are valid\n", encoding="utf-8")
+    publish(finished, OK)
+
+
+def missing_inputs(params: Params, root: Path) -> list[str]:
+    """Return one line for each file or directory that params.yaml names and that does not exist."""
+    problems = []
+    for key, source in (("ingest.prompts", params.ingest.prompts), ("ingest.preferences", params.ingest.preferences)):
+        if source is not None and not source.startswith("hub:") and not (root / source).exists():
+            problems.append(f"params.yaml: {key} is {source!r}: no such file; put it there, or use hub:<owner>/<name>")
+    for key, source in (("base_model.source", params.base_model.source), ("train_rm.model", params.train_rm.model)):
+        # owner/name may be a Hugging Face id; anything that can only be a path must exist.
+        only_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+        directory = root / Path(source).expanduser()
+        if only_a_path and not directory.is_dir():
+            problems.append(f"params.yaml: {key} is {source!r}: no such directory")
+        elif directory.is_dir() and not (directory / "config.json").is_file():
+            problems.append(f"params.yaml: {key} is {source!r}: this directory holds no model (config.json is missing)")
+    return problems
+
+
+if __name__ == "__main__":
+    run_stage("validate", main)

@@ -1,0 +1,86 @@
+"""The validate stage: a constant when all is well; otherwise every problem, and nothing written.
+
+Mutations that must fail here: the time written into config.ok; the first problem raised alone; hub: sources looked for on disk.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import Params, load_run
+from rlhf_core.errors import ConfigError
+from stages import validate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the shipped parameters and empty data files."""
+    for name in ("params.yaml", "iterations.yaml"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    params = load_run(ROOT).params.ingest
+    for source in (params.prompts, params.preferences):
+        if source is not None:
+            (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / source).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def changed(**sections: dict[str, object]) -> Params:
+    """The shipped parameters with some values replaced."""
+    params = load_run(ROOT).params
+    parts = {name: getattr(params, name).model_copy(update=values) for name, values in sections.items()}
+    return params.model_copy(update=parts)
+
+
+def test_out_is_the_same_whatever_the_parameters(project: Path) -> None:
+    validate.main()
+    first = (project / "data/.checks/config.ok").read_bytes()
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("seed: 0", "seed: 1"), encoding="utf-8")
+    validate.main()
+    assert (project / "data/.checks/config.ok").read_bytes() == first
+
+
+def test_bad_value_stops_and_keeps_the_old_out(project: Path) -> None:
+    validate.main()
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("seed: 0", "seed: -1"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="seed"):
+        validate.main()
+    assert (project / "data/.checks/config.ok").exists()
+
+
+def test_all_missing_files_at_once(tmp_path: Path) -> None:
+    params = changed(
+        ingest={"prompts": "data/raw/no.jsonl", "preferences": "data/raw/none.parquet"},
+        base_model={"source": "./no-model"},
+        train_rm={"model": "/no/such/model"},
+    )
+    found = validate.missing_inputs(params, tmp_path)
+    assert [line.split(": ")[1].split(" is ")[0] for line in found] == [
+        "ingest.prompts",
+        "ingest.preferences",
+        "base_model.source",
+        "train_rm.model",
+    ]
+
+
+def test_sources_elsewhere_are_not_looked_for(tmp_path: Path) -> None:
+    params = changed(
+        ingest={"prompts": "hub:owner/prompts", "preferences": None},
+        base_model={"source": "owner/model"},
+        train_rm={"model": "base"},
+    )
+    assert validate.missing_inputs(params, tmp_path) == []
+
+
+def test_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    params = changed(ingest={"prompts": "hub:a/b", "preferences": None}, base_model={"source": str(tmp_path / "empty")})
+    (line,) = validate.missing_inputs(params, tmp_path)
+    assert "config.json" in line
+    (tmp_path / "empty/config.json").touch()
+    assert validate.missing_inputs(params, tmp_path) == []

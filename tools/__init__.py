@@ -1,0 +1,1 @@
+"""Scripts for people who work on the project; nothing in the pipeline imports them."""
