@@ -120,25 +120,26 @@ def _json_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: damaged gzip file: {error}") from None
     lines = data.split(b"\n")
     text = "\n".join(_decode(line, path, number) for number, line in enumerate(lines, start=1))
-    space = re.compile(r"[ \t\r\n]*")
-    at = space.match(text).end()  # type: ignore[union-attr]  # an empty match is a match
+    at = _skip(text, 0)
     if text[at : at + 1] != "[":
         raise DataError(f"{path}: expected one JSON array of objects; name a file with one object a line *.jsonl")
-    line, counted, first = 1, 0, True
-    while True:
-        at = space.match(text, at + 1).end()  # type: ignore[union-attr]
-        if text[at : at + 1] == "]" and first:
-            break
+    at = _skip(text, at + 1)
+    line, counted = 1, 0
+    while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
         values, at = _decode_value(text, at, path, line)
         yield _row(values, f"{path}:{line}", path)
-        at, first = space.match(text, at).end(), False  # type: ignore[union-attr]
-        if text[at : at + 1] not in (",", "]"):
-            _refuse_syntax(text, at, path, 1, "Expecting ',' or ']'")
-        if text[at] == "]":
+        at = _skip(text, at)
+        if text[at : at + 1] == "]":
             break
-    if text[at + 1 :].strip():
-        _refuse_syntax(text, at + 1, path, 1, "Extra data after the array")
+        if text[at : at + 1] != ",":
+            _refuse_syntax(text, at, path, 1, "Expecting ',' or ']'")
+        at = _skip(text, at + 1)
+        if text[at : at + 1] == "]":
+            _refuse_syntax(text, at, path, 1, "Expecting a value after the comma")
+    at = _skip(text, at + 1)
+    if at < len(text):
+        _refuse_syntax(text, at, path, 1, "Extra data after the array")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -229,11 +230,18 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 def _parse(text: str, path: Path, number: int) -> Any:
     """The JSON value of one line."""
-    start = len(text) - len(text.lstrip(" \t"))
-    values, end = _decode_value(text, start, path, number)
-    if text[end:].strip(" \t\r"):
+    values, end = _decode_value(text, _skip(text, 0), path, number)
+    end = _skip(text, end)
+    if end < len(text):
         _refuse_syntax(text, end, path, number, "Extra data")
     return values
+
+
+def _skip(text: str, at: int) -> int:
+    """Where the next character that is not JSON's white space is."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
 
 
 def _decode_value(text: str, start: int, path: Path, line: int) -> tuple[Any, int]:

@@ -1,0 +1,505 @@
+"""Reading rows with their position, and what the keys of a row mean.
+
+Mutations that must fail here: split lines with str.splitlines; keep the BOM; count only good lines; accept NaN or a
+repeated key; cut an implicit prompt inside a word, or at the first shared turn; lose white space at the cut.
+"""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.errors import DataError
+from rlhf_core.ingest.formats import Row, read_rows, source_hash
+from rlhf_core.ingest.shapes import Pair, Refused, pair_of, prompt_of, split_implicit
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def values(source: str) -> list[dict]:
+    return [row.values for row in read_rows(source)]
+
+
+def row(**keys) -> Row:
+    return Row("file:1", "file", keys)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+# --- JSON lines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("change", ["plain", "crlf", "bom", "blank last line", "no last newline"])
+def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path, name, change):
+    """wbolster/jsonlines#53: U+2028 and U+0085 unescaped inside a string; str.splitlines would see four lines."""
+    data = '{"prompt":"a\u2028b"}\n{"prompt":"c\u0085d"}\n'.encode()
+    data = {
+        "plain": data,
+        "crlf": data.replace(b"\n", b"\r\n"),
+        "bom": b"\xef\xbb\xbf" + data,
+        "blank last line": data + b"\n",
+        "no last newline": data[:-1],
+    }[change]
+    assert values(write(tmp_path / name, data)) == [{"prompt": "a\u2028b"}, {"prompt": "c\u0085d"}]
+
+
+def test_positions_count_blank_lines(tmp_path):
+    source = write(tmp_path / "a.jsonl", b'{"prompt":"a"}\n\n{"prompt":"b"}\n')
+    assert [one.where for one in read_rows(source)] == [f"{source}:1", f"{source}:3"]
+
+
+def test_key_that_is_null_first_and_text_later(tmp_path):
+    """huggingface/datasets#7222: types inferred from the first block break on a later one."""
+    lines = [json.dumps({"prompt": f"p{index}", "system": None}) for index in range(3000)]
+    lines.append('{"prompt":"last","system":"be brief"}')
+    (tmp_path / "1.jsonl").write_text("\n".join(lines))
+    (tmp_path / "2.jsonl").write_text('{"prompt":"without"}\n')
+    prompts = [prompt_of(one) for one in read_rows(str(tmp_path))]
+    assert [one.content for one in prompts[:3000]] == [f"p{index}" for index in range(3000)]
+    assert prompts[3000].content == [turn("system", "be brief"), turn("user", "last")]
+    assert prompts[3001].content == "without"
+    (tmp_path / "0.jsonl").write_text('{"prompt":"x"}\n{"prompt":"y","system":[]}\n')
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/0.jsonl:2: system: expected text, found list")):
+        [prompt_of(one) for one in read_rows(str(tmp_path))]
+
+
+@pytest.mark.parametrize(
+    ("data", "column", "words"),
+    [
+        (b'{"prompt": "a"', 15, "delimiter"),
+        (b'{"prompt": "a"} {"prompt": "b"}', 17, "Extra data"),
+        (b"{'prompt': 1}", 2, "property name"),
+        (b"plain text", 1, "Expecting value"),
+    ],
+)
+def test_malformed_line_is_named_with_line_column_and_text(tmp_path, data, column, words):
+    source = write(tmp_path / "a.jsonl", b'{"prompt":"fine"}\n' + data + b"\n")
+    with pytest.raises(DataError) as error:
+        values(source)
+    message = str(error.value)
+    assert message.startswith(f"{source}:2:{column}: not valid JSON: ")
+    assert words in message and repr(data.decode())[1:12] in message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+        (b'{"prompt": [{"role": "user", "role": "user"}]}', "'role' occurs twice"),
+        (b'{"prompt": "a", "margin": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "a", "margin": -Infinity}', "-Infinity is not a JSON number"),
+        (b"[1, 2]", "expected an object with keys, found list"),
+        (b'"text"', "expected an object with keys, found str"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"id": ' + b"1" * 5000 + b"}", "Exceeds the limit"),
+    ],
+)
+def test_line_that_python_would_accept_or_crash_on(tmp_path, line, words):
+    source = write(tmp_path / "a.jsonl", b'{"prompt":"fine"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=re.escape(words)) as error:
+        values(source)
+    assert f"{source}:2" in str(error.value)
+
+
+def test_invalid_utf8_is_named_with_its_column(tmp_path):
+    # The column counts characters: the two-byte "é" is one.
+    source = write(tmp_path / "a.jsonl", b'{"prompt":"ok"}\n{"prompt":"\xc3\xa9\xff"}\n')
+    with pytest.raises(DataError, match=re.escape(f"{source}:2:13: expected UTF-8, found byte 0xff")):
+        values(source)
+
+
+def test_utf16_file(tmp_path):
+    source = write(tmp_path / "a.jsonl", '{"prompt":"a"}\n'.encode("utf-16"))
+    with pytest.raises(DataError, match="found UTF-16; save the file as UTF-8"):
+        values(source)
+
+
+def test_half_a_surrogate_pair(tmp_path):
+    """Python reads the escape, and crashes when the text is written."""
+    source = write(tmp_path / "a.jsonl", b'{"prompt":"ab\\ud800"}\n')
+    with pytest.raises(DataError, match=re.escape(f"{source}:1: prompt: character 2 is \\ud800")):
+        [prompt_of(one) for one in read_rows(source)]
+
+
+def test_truncated_gzip_file(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt":"a"}\n' * 5000)[:-20])
+    with pytest.raises(DataError, match="damaged gzip file after line"):
+        values(str(path))
+
+
+def test_array_in_a_jsonl_file_says_how_to_name_it(tmp_path):
+    source = write(tmp_path / "a.jsonl", b'[\n{"prompt":"a"}\n]\n')
+    with pytest.raises(DataError, match=re.escape("must be named *.json")):
+        values(source)
+
+
+# --- other sources --------------------------------------------------------------------------------------------------
+
+
+def test_json_array_with_the_line_of_each_object(tmp_path):
+    source = write(tmp_path / "a.json", b'[\n  {"prompt": "a"},\n  {\n  "prompt": "b"}, {"prompt": "c"}\n]\n')
+    rows = list(read_rows(source))
+    assert [one.values["prompt"] for one in rows] == ["a", "b", "c"]
+    assert [one.where for one in rows] == [f"{source}:2", f"{source}:3", f"{source}:4"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"prompt": "a"}', "expected one JSON array of objects"),
+        (b'[{"prompt": "a"}', "a.json:1:17: not valid JSON"),
+        (b'[{"prompt": "a"},\n {"prompt": }]', "a.json:2:13: not valid JSON"),
+        (b'[{"prompt": "a"},\n]', "a.json:2:1: not valid JSON"),
+        (b'[{"prompt": "a"}\n{"prompt": "b"}]', "a.json:2:1: not valid JSON"),
+        (b'[{"prompt": "a"}]\n[]', "a.json:2:1: not valid JSON"),
+        (b'[{"prompt": "a"},\n{"prompt": NaN}]', "a.json:2: NaN is not"),
+        (b"[]", "expected at least one row"),
+        (b"", "expected one JSON array"),
+    ],
+)
+def test_broken_json_array(tmp_path, data, words):
+    with pytest.raises(DataError, match=re.escape(words)):
+        values(write(tmp_path / "a.json", data))
+
+
+def test_parquet_rows_and_positions(tmp_path):
+    path = tmp_path / "a.parquet"
+    turns = [[turn("user", "a")], [turn("user", "b")]]
+    pq.write_table(pa.table({"prompt": turns, "split": pa.array([None, "test"])}), path)
+    rows = list(read_rows(str(path)))
+    assert [one.values for one in rows] == [{"prompt": turns[0]}, {"prompt": turns[1], "split": "test"}]
+    assert [one.where for one in rows] == [f"{path} row 0", f"{path} row 1"]
+
+
+def test_truncated_parquet_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"]}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"a\.parquet: not readable as Parquet"):
+        values(str(path))
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl", "table.csv", "no_files"])
+def test_source_that_is_missing_empty_or_of_another_format(tmp_path, name):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "no_files").mkdir()
+    with pytest.raises(DataError) as error:
+        values(str(tmp_path / name))
+    assert name in str(error.value)
+
+
+def test_hash_of_a_file_is_that_of_its_bytes(tmp_path):
+    source = write(tmp_path / "a.jsonl", b"{}\n")
+    # printf '{}\n' | sha256sum
+    assert source_hash(source, []) == "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`datasets` with owner/name served from a local directory: its own loader, no network."""
+    import datasets
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    directory = tmp_path / "set"
+    directory.mkdir()
+    for split, texts in (("train", ["a", "b"]), ("test", ["c"])):
+        pq.write_table(pa.table({"prompt": texts}), directory / f"{split}.parquet")
+    load = datasets.load_dataset
+    asked = []
+
+    def local(name, *, revision, split):
+        asked.append((name, revision, split))
+        return load(str(directory), split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    return directory, asked
+
+
+def test_hub_split_and_revision(hub):
+    rows = list(read_rows("hub:owner/some.name@refs/pr/1:train"))
+    assert hub[1] == [("owner/some.name", "refs/pr/1", "train")]
+    assert [one.values for one in rows] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert rows[1].where == "hub:owner/some.name@refs/pr/1:train[train] row 1"
+    assert rows[1].source == "hub:owner/some.name@refs/pr/1:train"
+
+
+def test_hub_without_a_split_reads_all_and_keeps_their_names(hub):
+    prompts = [prompt_of(one) for one in read_rows("hub:owner/name")]
+    assert [(one.content, one.split) for one in prompts] == [("a", "train"), ("b", "train"), ("c", "eval")]
+
+
+def test_hub_hash_follows_the_rows(hub):
+    train, everything = ("hub:owner/name:train", "hub:owner/name")
+    hashes = [source_hash(source, list(read_rows(source))) for source in (train, train, everything)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_hub_split_that_is_neither_train_nor_test(hub):
+    (hub[0] / "test.parquet").rename(hub[0] / "validation.parquet")
+    assert [one.values["prompt"] for one in read_rows("hub:owner/name:validation")] == ["c"]
+    with pytest.raises(DataError, match="cannot be loaded"):
+        values("hub:owner/name:sft")
+
+
+def test_hub_with_splits_of_other_names(monkeypatch):
+    import datasets
+
+    parts = {"train_sft": datasets.Dataset.from_dict({"prompt": ["a"]}), "train": datasets.Dataset.from_dict({})}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.DatasetDict(parts))
+    with pytest.raises(DataError, match="name the one to read, such as hub:owner/name:train_sft"):
+        values("hub:owner/name")
+
+
+def test_hub_out_of_reach():
+    code = "from rlhf_core.ingest.formats import read_rows; list(read_rows('hub:owner/name'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"HF_HUB_OFFLINE": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "DataError: hub:owner/name: the Hugging Face hub cannot be reached" in done.stderr
+    assert "data/raw" in done.stderr
+
+
+@pytest.mark.parametrize("source", ["hub:", "hub:name", "hub:a/b/c", "hub:a/b@", "hub:a/b:"])
+def test_hub_name_that_cannot_be_read(source):
+    with pytest.raises(DataError, match=re.escape("expected hub:<owner>/<name>")):
+        values(source)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_shapes():
+    turns = [turn("user", "hi")]
+    assert prompt_of(row(prompt="hi")).content == "hi"
+    assert prompt_of(row(prompt=turns)).content == turns
+    assert prompt_of(row(messages=turns)).content == turns
+    assert prompt_of(row(prompt=[{**turns[0], "tool_calls": None}])).content == turns
+    assert prompt_of(row(prompt=turns, system="be brief")).content == [turn("system", "be brief"), *turns]
+    transcript = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: why \n\nAssistant:"
+    expected = [turn("user", "hi"), turn("assistant", "yes?"), turn("user", "why")]
+    assert prompt_of(row(prompt=transcript)).content == expected
+
+
+def test_prompt_options():
+    prompt = prompt_of(row(prompt="2 + 2?", prompt_id="sums/1", ground_truth={"b": 4, "a": "é"}, split="validation"))
+    assert prompt.prompt_id == "sums/1" and prompt.split == "eval"
+    assert prompt.ground_truth == '{"a": "é", "b": 4}'
+    assert prompt_of(row(prompt="a", id=7)).prompt_id == "7"
+    assert prompt_of(row(prompt="a", ground_truth="4")).ground_truth == '"4"'
+    assert prompt_of(row(prompt="a", ground_truth=0)).ground_truth == "0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"question": "a", "answer": "b"}, 'expected {"prompt": text}, {"prompt": [turns]} or'),
+        ({"question": "a", "answer": "b"}, "found the keys answer, question"),
+        ({"prompt": "a", "messages": [turn("user", "a")]}, "has both prompt and messages"),
+        ({"prompt": 3}, "prompt: expected text or a list of turns, found int"),
+        ({"prompt": []}, "found an empty list"),
+        ({"prompt": ["a"]}, 'prompt[0]: expected {"role": ..., "content": text}, found str'),
+        ({"messages": "a"}, "messages: expected text or a list of turns, found str"),
+        ({"prompt": [{"from": "human", "value": "a"}]}, "found an object with the keys from, value"),
+        ({"prompt": [turn("human", "a")]}, "prompt[0]: expected a role of system, user, assistant, found 'human'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "prompt[0].content: expected text, found list"),
+        ({"prompt": [{**turn("user", "a"), "name": "b"}]}, "only role and content are read, found also name"),
+        ({"prompt": " \n"}, "the prompt is empty"),
+        ({"prompt": [turn("user", "\t")]}, "the prompt is empty"),
+        ({"prompt": "a", "prompt_id": "a b"}, "prompt_id is 'a b': expected only letters, digits"),
+        ({"prompt": "a", "id": True}, "id: expected text, found bool"),
+        ({"prompt": "a", "split": "dev"}, "split is 'dev': expected one of train, eval, test, validation"),
+        ({"prompt": "a", "ground_truth": float("inf")}, "ground_truth: expected a JSON value"),
+        ({"prompt": [turn("system", "a"), turn("user", "b")], "system": "c"}, "a system key and a system turn"),
+        ({"prompt": "\n\nHuman: a\n\nHuman: b\n\nAssistant:"}, "do not alternate"),
+    ],
+)
+def test_refused_prompt(keys, words):
+    with pytest.raises(DataError, match=re.escape(words)) as error:
+        prompt_of(row(**keys))
+    assert str(error.value).startswith("file:1: ")
+
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def assert_pair(found, content, chosen, rejected):
+    assert isinstance(found, Pair), found
+    assert (found.content, found.chosen, found.rejected) == (content, chosen, rejected)
+
+
+def test_pair_shapes():
+    user, good, bad = turn("user", "q"), turn("assistant", "good"), turn("assistant", "bad")
+    before = [user, turn("assistant", "a"), turn("user", "more")]
+    assert_pair(pair_of(row(prompt="q", chosen=" good", rejected=" bad")), "q", " good", " bad")
+    assert_pair(pair_of(row(chosen="q good", rejected="q bad")), "q", " good", " bad")
+    assert_pair(pair_of(row(prompt=[user], chosen=[good], rejected=[bad])), [user], "good", "bad")
+    assert_pair(pair_of(row(chosen=[*before, good], rejected=[*before, bad])), before, "good", "bad")
+    assert_pair(pair_of(row(prompt=[user], chosen="good", rejected="bad")), [user], "good", "bad")
+    # As in ultrafeedback_binarized: a text, and conversations that begin with it.
+    assert_pair(pair_of(row(prompt="q", chosen=[user, good], rejected=[user, bad])), [user], "good", "bad")
+    assert_pair(pair_of(row(prompt="q", chosen=[good], rejected=[bad])), [user], "good", "bad")
+    # Turns that both responses share belong to the prompt.
+    both = {"chosen": [*before[1:], good], "rejected": [*before[1:], bad]}
+    assert_pair(pair_of(row(prompt=[user], **both)), before, "good", "bad")
+
+
+def test_pair_options():
+    pair = pair_of(row(prompt="q", chosen="a", rejected="b", margin=2, split="test", id="x"))
+    assert (pair.margin, pair.split, pair.pair_id) == (2.0, "eval", "x")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ("H: hi A: yo H: more? A: yes", "H: hi A: yo H: more? A: no", ("H: hi A: yo H: more? A:", " yes", " no")),
+        ("The cat", "The cat sat", ("The cat", "", " sat")),
+        ("The ca", "The cat", ("The", " ca", " cat")),
+        ("Say it: I think so", "Say it: I thought so", ("Say it: I", " think so", " thought so")),
+        ("abc", "xyz", ("", "abc", "xyz")),
+        ("abX", "abY", ("", "abX", "abY")),
+        ("q\n\n  one", "q\n\n  two", ("q", "\n\n  one", "\n\n  two")),
+        (
+            "\n\nHuman: a b\n\nAssistant: I am\n\nHuman: c\n\nAssistant: I do",
+            "\n\nHuman: a b\n\nAssistant: I am\n\nHuman: c\n\nAssistant: I do not",
+            ("\n\nHuman: a b\n\nAssistant: I am\n\nHuman: c\n\nAssistant:", " I do", " I do not"),
+        ),
+    ],
+)
+def test_implicit_prompt_of_texts(chosen, rejected, expected):
+    """huggingface/trl#1858, #6703: where a shared prompt ends. Prompt and response rebuild the text."""
+    prompt, *responses = split_implicit(chosen, rejected)
+    assert (prompt, *responses) == expected
+    assert [prompt + response for response in responses] == [chosen, rejected]
+
+
+def test_transcript_becomes_turns():
+    start = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: why\n\nAssistant:"
+    content = [turn("user", "hi"), turn("assistant", "yes?"), turn("user", "why")]
+    assert_pair(pair_of(row(chosen=start + " I know.", rejected=start + " I see. ")), content, "I know.", "I see.")
+    assert_pair(pair_of(row(prompt=start, chosen=" I know.", rejected=" No.")), content, "I know.", "No.")
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({"chosen": "The cat", "rejected": "The cat sat"}, "empty_response"),
+        ({"chosen": "abc", "rejected": "xyz"}, "no_shared_prompt"),
+        ({"chosen": " a", "rejected": " b"}, "no_shared_prompt"),
+        ({"chosen": "same", "rejected": "same"}, "identical_pair"),
+        ({"chosen": "abc", "rejected": ""}, "empty_response"),
+        ({"prompt": "q", "chosen": "a", "rejected": " "}, "empty_response"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "identical_pair"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}, "empty_response"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"}, "no_shared_prompt"),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "rejected": "\n\nHuman: a\n\nAssistant: x",
+            },
+            "differing_histories",
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d",
+            },
+            "roles_not_alternating",
+        ),
+        ({"chosen": [turn("user", "q")], "rejected": [turn("user", "q")]}, "identical_pair"),
+        ({"chosen": [turn("user", "q")], "rejected": [turn("user", "q"), turn("assistant", "b")]}, "empty_response"),
+        ({"chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")]}, "no_shared_prompt"),
+        (
+            {
+                "prompt": [turn("user", "q")],
+                "chosen": [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")],
+                "rejected": [turn("assistant", "d")],
+            },
+            "differing_histories",
+        ),
+        (
+            {"prompt": [turn("user", "q")], "chosen": [turn("user", "a")], "rejected": [turn("user", "b")]},
+            "differing_histories",
+        ),
+    ],
+)
+def test_pair_that_a_rule_leaves_out(keys, rule):
+    assert pair_of(row(**keys)) == Refused("file:1", rule)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"question": "a", "better": "b"}, 'expected {"prompt", "chosen", "rejected"} or {"chosen", "rejected"}'),
+        ({"question": "a", "better": "b"}, "found the keys better, question"),
+        ({"prompt": "a", "chosen": "b"}, "found the keys chosen, prompt"),
+        ({"chosen": "a", "rejected": [turn("assistant", "b")]}, "both text or both [turns]; found str and list"),
+        ({"chosen": True, "rejected": False}, "both text or both [turns]; found bool and bool"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "2"}, "margin: expected a number, found str"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": True}, "margin: expected a number, found bool"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "expected a finite number"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 10**400}, "expected a finite number"),
+        (
+            {
+                "prompt": "other",
+                "chosen": [turn("user", "q"), turn("assistant", "a")],
+                "rejected": [turn("user", "q"), turn("assistant", "b")],
+            },
+            "prompt is no user turn that chosen and rejected share",
+        ),
+    ],
+)
+def test_refused_pair(keys, words):
+    with pytest.raises(DataError, match=re.escape(words)) as error:
+        pair_of(row(**keys))
+    assert str(error.value).startswith("file:1: ")
+
+
+def test_hh_rlhf_harmless(real_data):
+    """Counts of a public set of 2,312 transcripts; the text itself is never shown."""
+    rows = list(read_rows(str(real_data / "hh_rlhf/harmless-base.test.jsonl.gz")))
+    assert len(rows) == 2312
+    refused: dict[str, list[int]] = {}
+    eaten = 0
+    for index, one in enumerate(rows):
+        texts = one.values["chosen"], one.values["rejected"]
+        prompt, *responses = split_implicit(*texts)
+        assert all(prompt + response == text for response, text in zip(responses, texts, strict=True))
+        found = pair_of(one)
+        if not (isinstance(found, Refused) and found.rule == "differing_histories"):
+            # The longest common beginning would take first words of both, past the space before them.
+            first, second = (response.removeprefix(" ")[:1] for response in responses)
+            eaten += first == second != ""
+        if isinstance(found, Refused):
+            refused.setdefault(found.rule, []).append(index)
+        else:
+            roles = [turn["role"] for turn in found.content]
+            assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+    assert eaten == 444
+    # Nine transcripts do not alternate: these four, and the five whose histories differ.
+    assert refused == {
+        "empty_response": [86, 516, 925, 1103],
+        "differing_histories": [1254, 1688, 1950, 1952, 2036],
+        "roles_not_alternating": [667, 763, 1319, 1849],
+    }
