@@ -71,7 +71,7 @@ _ADVANTAGES = [
 ALIGNED = ("sampler_logprobs", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 
 # Columns in which a null says "unknown". Everywhere else a null, at any depth, is refused.
-NULLABLE = ("messages", "ground_truth", "margin")
+NULLABLE = ("messages", "ground_truth", "margin", "score_reward_model")
 
 
 def score_column(source: str) -> str:

@@ -1,0 +1,86 @@
+"""Sample and score the held-out prompts with one iteration's policy: `python -m stages.evaluate ITERATION` (0 = base)."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.sampling.engine import LOGPROBS_MODE, prepare_environment, vllm_version
+
+if __name__ == "__main__":
+    prepare_environment()  # may start this process again, so before the heavy imports
+
+from rlhf_core.artifacts.provenance import hash_path
+from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
+from rlhf_core.config import Params, load_run
+from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
+from rlhf_core.reward.evaluation import append_judgements, evaluation_metrics
+from rlhf_core.reward.passes import Passes
+from rlhf_core.sampling.evaluation import sample_held_out
+from rlhf_core.seeding import derive_seed
+from rlhf_core.stage import publish, run_stage, work_directory, write_json
+
+CHECKPOINTS, PROMPTS = Path("data/checkpoints"), Path("data/prompts")
+REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
+
+
+def main() -> None:
+    """Sample, judge, score and compare with the reference; every iteration sees the same prompts and seed."""
+    iteration = sys.argv[1]
+    params = load_run().params
+    policy = CHECKPOINTS / "policy" / iteration
+    tokenizer = load_tokenizer(policy)
+    metadata = described(iteration, policy, params, eos_ids(policy, tokenizer))
+    work = work_directory(f"evaluate@{iteration}", metadata)
+    sample_held_out(PROMPTS, policy, work / "samples", metadata, **sampling_options(params))
+
+    passes = Passes(
+        source=work / "samples",
+        work=work / "passes",
+        **params.compute.model_dump(),
+        temperature=params.evaluate.temperature or 1.0,  # greedy responses are compared at temperature 1
+        pad_id=pad_id(tokenizer),
+        eos_ids=metadata["eos_ids"],
+    )
+    passes.token_logprobs("logprobs", policy)
+    if metadata["reference"] != metadata["policy"]:
+        passes.token_logprobs("ref_logprobs", REFERENCE)
+    has_reward_model = (REWARD_MODEL / "config.json").is_file()
+    if has_reward_model:
+        passes.reward_model(REWARD_MODEL)
+    passes.judge()
+    judged = [(name, append_judgements(table, name, passes, has_reward_model)) for name, table in iter_tables(work / "samples")]
+    for name, table in judged:
+        write_shard(work / "out" / name, table, table.schema, metadata)
+    publish(work / "out", Path(f"data/evaluations/iteration={iteration}"))
+    write_json(Path(f"data/metrics/evaluate/{iteration}.json"), evaluation_metrics([table for _, table in judged]))
+
+
+def described(iteration: str, policy: Path, params: Params, ends: list[int]) -> dict[str, Any]:
+    """Return the metadata of the shards: everything that the result depends on."""
+    inputs = {"prompts": hash_path(PROMPTS), "policy": hash_path(policy), "reward_model": hash_path(REWARD_MODEL)}
+    return {
+        "stage": "evaluate",
+        "iteration": iteration,
+        "inputs": inputs,
+        "policy": inputs["policy"],
+        "reference": hash_path(REFERENCE),
+        "tokenizer": read_metadata(PROMPTS)["tokenizer"],
+        "eos_ids": ends,
+        "temperature": params.evaluate.temperature,
+        "logprobs_mode": LOGPROBS_MODE,
+        "vllm": vllm_version(),
+        **params.model_dump(include={"seed", "sampling", "evaluate", "compute"}),
+    }
+
+
+def sampling_options(params: Params) -> dict[str, Any]:
+    """Return what sampling needs to know, as plain keywords."""
+    return {
+        **params.sampling.model_dump(exclude={"temperature"}),
+        **params.evaluate.model_dump(),
+        "seed": derive_seed(params.seed, "evaluate"),
+    }
+
+
+if __name__ == "__main__":
+    run_stage("evaluate@" + sys.argv[1], main)
