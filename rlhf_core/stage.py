@@ -39,6 +39,8 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
     try:
         with exclusive(name):
             main()
+            for finished in work_root(name).glob("*/"):
+                shutil.rmtree(finished)  # partial work is for resuming; what is finished is published
     except RlhfError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -82,10 +84,12 @@ def work_directory(name: str, fingerprint: dict[str, Any]) -> Path:
 
     Args:
         name: The stage with its iteration.
-        fingerprint: Everything that the result depends on, as JSON values.
+        fingerprint: Inputs and parameters that the result depends on, as JSON values. The code is added here: all of
+            it, since a change anywhere may change the result, and resuming is worth less than being right.
     """
     root = work_root(name)
-    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+    described = {"fingerprint": fingerprint, "code": _code_hash()}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     directory = root / digest
     for other in root.iterdir() if root.exists() else ():
         if other.is_dir() and other != directory:
@@ -123,6 +127,15 @@ def write_json(path: Path, content: Any) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, path)
+
+
+def _code_hash() -> str:
+    """Hash of this project's library and stages."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *(root.parent / "stages").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def code_fingerprint(*modules: Any) -> str:

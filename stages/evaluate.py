@@ -24,7 +24,7 @@ REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 
 
 def main() -> None:
-    """Sample, judge, score and compare with the reference; every iteration sees the same prompts and seed."""
+    """Sample, judge, score and compare with the reference; every iteration sees the same prompts."""
     iteration = sys.argv[1]
     params = load_run().params
     policy = CHECKPOINTS / "policy" / iteration

@@ -38,7 +38,7 @@ def sample_held_out(
         samples_per_prompt: Responses per prompt.
         temperature: 0 = greedy.
         max_new_tokens: Tokens, EOS included.
-        seed: Of engine and samples; the same for every iteration.
+        seed: Of the engine; samples are seeded by it, the iteration and the shard.
         engine: The other arguments of Sampler.
 
     Raises:
