@@ -35,6 +35,7 @@ test: setup-dev
 
 lint: setup-dev
 	ruff check .
+	ruff format --check .
 	mypy
 
 format: setup-dev

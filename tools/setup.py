@@ -38,7 +38,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accel", choices=("cpu", "gpu", ""), default="", help="default: as before, or cpu")
     parser.add_argument("--dev", action="store_true", help="also what tests and lint need")
-    parser.add_argument("--this-python", action="store_true", help="never look for another interpreter that fits better")
+    parser.add_argument(
+        "--this-python", action="store_true", help="never look for another interpreter that fits better"
+    )
     arguments = parser.parse_args()
     try:
         check_machine(platform.system(), platform.machine())
@@ -79,8 +81,8 @@ def use_new_enough_python(version, fixed):
             os.execve(path, [path, *sys.argv], dict(os.environ, RLHF_SETUP_RESTARTED="1"))
     if version < OLDEST:
         raise SetupError(
-            "this is Python {}.{} ({}); 3.11 or newer is needed, and none is on PATH. Install Python 3.11, or name one: "
-            "make setup PYTHON=/path/to/python3.11".format(version[0], version[1], sys.executable)
+            "this is Python {}.{} ({}); 3.11 or newer is needed, and none is on PATH. Install Python 3.11, or name it:"
+            " make setup PYTHON=/path/to/python3.11".format(version[0], version[1], sys.executable)
         )
 
 
@@ -104,7 +106,11 @@ def set_up(accel, dev):
     }
     if stamp == wanted:
         return
-    new = not PYTHON.exists() or UNFINISHED.exists() or any(stamp.get(k, wanted[k]) != wanted[k] for k in ("accel", "root"))
+    new = (
+        not PYTHON.exists()
+        or UNFINISHED.exists()
+        or any(stamp.get(k, wanted[k]) != wanted[k] for k in ("accel", "root"))
+    )
     if new:
         check_disk(shutil.disk_usage(str(ROOT)).free, accel)
         make_venv()
@@ -141,7 +147,9 @@ def check_disk(free_bytes, accel):
     if free < FREE_GB[accel]:
         raise SetupError(
             "{:.1f} GB are free on the disk of {}; about {} GB are needed (packages, their download cache, and the "
-            "demo's checkpoints). Free some space, or clone the project to a larger disk.".format(free, ROOT, FREE_GB[accel])
+            "demo's checkpoints). Free some space, or clone the project to a larger disk.".format(
+                free, ROOT, FREE_GB[accel]
+            )
         )
 
 
@@ -188,14 +196,13 @@ def install_main(lock):
 def write_command():
     """Write .venv/bin/rlhf, which runs the command line of this checkout from any directory."""
     command = VENV / "bin" / "rlhf"
-    command.write_text(
-        "#!{}\nimport sys\n\nsys.path.insert(0, {!r})\n\nfrom rlhf_core.cli import main\n\nmain()\n".format(PYTHON, str(ROOT))
-    )
+    lines = ("#!{}".format(PYTHON), "import sys", "sys.path.insert(0, {!r})".format(str(ROOT)))
+    command.write_text("\n".join([*lines, "from rlhf_core.cli import main", "main()", ""]))
     command.chmod(0o755)
 
 
 def configure_dvc():
-    """Keep DVC's memo of file hashes in the project: its default place is lost with a container, and all is hashed again."""
+    """Keep DVC's memo of file hashes in the project; its default place is lost with a container."""
     settings = [("core.site_cache_dir", str(ROOT / ".dvc" / "tmp" / "site-cache"))]
     if not (ROOT / ".git").exists():
         settings.append(("core.no_scm", "true"))  # an unpacked archive: everything works but diffs and experiments

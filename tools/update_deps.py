@@ -60,7 +60,11 @@ def data_files(tree: ast.Module, directory: Path) -> set[Path]:
     """Return files (or folders without Python) below a module's folder that one of its strings names."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", node.value)
+        ):
             path = directory / node.value
             is_data_folder = path.is_dir() and path.name != "__pycache__" and not list(path.rglob("*.py"))
             if (path.is_file() and path.suffix != ".py") or is_data_folder:

@@ -1,6 +1,7 @@
 """The validate stage: a constant when all is well; otherwise every problem, and nothing written.
 
-Mutations that must fail here: the time written into config.ok; the first problem raised alone; hub: sources looked for on disk.
+Mutations that must fail here: the time written into config.ok; the first problem raised alone; hub: sources looked for
+on disk.
 """
 
 from pathlib import Path

@@ -200,7 +200,9 @@ def test_remote_code_needs_a_revision(tmp_path: Path) -> None:
     assert "revision" in one_problem(tmp_path, with_value("base_model", "trust_remote_code", "true"))
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "data/prompts/x.jsonl", "data/raw/../x.jsonl", "data/raw", "raw.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "data/prompts/x.jsonl", "data/raw/../x.jsonl", "data/raw", "raw.jsonl"]
+)
 def test_data_that_dvc_would_not_see_is_refused(tmp_path: Path, path: str) -> None:
     assert path in one_problem(tmp_path, with_value("ingest", "prompts", path))
 
@@ -219,7 +221,11 @@ def test_a_problem_of_params_is_not_repeated_for_every_iteration(tmp_path: Path)
 
 def test_unquoted_iteration_keys_are_refused(tmp_path: Path) -> None:
     found = problems(tmp_path, iterations=TWO.replace('"1":', "1:").replace('"2":', "2:"))
-    assert ["1 is not quoted" in found[0] and '"1":' in found[0], "2 is not quoted" in found[1], len(found)] == [True, True, 2]
+    assert ["1 is not quoted" in found[0] and '"1":' in found[0], "2 is not quoted" in found[1], len(found)] == [
+        True,
+        True,
+        2,
+    ]
 
 
 def test_unquoted_prev_is_refused(tmp_path: Path) -> None:
@@ -290,7 +296,9 @@ def test_unknown_iteration_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", ["rollout", "score", "advantages", "ppo_update"])
 def test_override_section_must_be_there(tmp_path: Path, section: str) -> None:
     # DVC refuses a stage whose per-iteration parameters are missing, with words of its own, so we come first.
-    found = one_problem(tmp_path, iterations=TWO.replace(f"{section}: {{}}, ", "", 1).replace(f", {section}: {{}}}}", "}", 1))
+    found = one_problem(
+        tmp_path, iterations=TWO.replace(f"{section}: {{}}, ", "", 1).replace(f", {section}: {{}}}}", "}", 1)
+    )
     assert f"missing key {section}" in found
 
 
@@ -330,6 +338,11 @@ def test_missing_file_says_so(tmp_path: Path) -> None:
 
 def test_everything_is_frozen(tmp_path: Path) -> None:
     run: Any = load(tmp_path)
-    for owner, name in ((run, "params"), (run.params, "seed"), (run.params.score, "max_mismatch_k3"), (run.iterations["1"], "prev")):
+    for owner, name in (
+        (run, "params"),
+        (run.params, "seed"),
+        (run.params.score, "max_mismatch_k3"),
+        (run.iterations["1"], "prev"),
+    ):
         with pytest.raises(ValueError, match="frozen"):
             setattr(owner, name, None)

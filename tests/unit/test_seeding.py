@@ -22,7 +22,17 @@ def test_known_value_never_changes() -> None:
 
 
 def test_every_part_matters_and_so_does_their_order() -> None:
-    scopes: list[tuple[str | int, ...]] = [("a", 1), (1, "a"), ("a", 2), ("b", 1), ("a",), (), ("a", 1, ""), ("a1",), ("", "a", 1)]
+    scopes: list[tuple[str | int, ...]] = [
+        ("a", 1),
+        (1, "a"),
+        ("a", 2),
+        ("b", 1),
+        ("a",),
+        (),
+        ("a", 1, ""),
+        ("a1",),
+        ("", "a", 1),
+    ]
     seeds = {derive_seed(seed, *scope) for seed in (0, 1) for scope in scopes}
     assert len(seeds) == 2 * len(scopes)
 
@@ -42,7 +52,11 @@ def test_same_in_another_process() -> None:
     command = "from rlhf_core.seeding import derive_seed; print(derive_seed(3, 'ppo_update', '2'))"
     found = {
         subprocess.run(
-            [sys.executable, "-c", command], env={"PYTHONHASHSEED": hashseed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", command],
+            env={"PYTHONHASHSEED": hashseed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for hashseed in ("1", "2")
     }

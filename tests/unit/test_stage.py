@@ -1,7 +1,7 @@
 """What surrounds a stage: lock, work directory, publishing, errors as text, death with the parent.
 
-Mutations that must fail here: LOCK_EX made LOCK_SH; the stale work directory kept; os.replace made a copy; the temporary
-file of write_json named like its target; prctl left out; except RlhfError made except Exception.
+Mutations that must fail here: LOCK_EX made LOCK_SH; the stale work directory kept; os.replace made a copy; the
+temporary file of write_json named like its target; prctl left out; except RlhfError made except Exception.
 """
 
 import json
@@ -33,6 +33,7 @@ def python(body: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(body)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -100,7 +101,10 @@ def test_second_process_of_a_stage_is_refused_with_the_first_ones_number() -> No
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RlhfError, match=rf"score@1 is already running here \(process {holder.pid}"), exclusive("score@1"):
+        with (
+            pytest.raises(RlhfError, match=rf"score@1 is already running here \(process {holder.pid}"),
+            exclusive("score@1"),
+        ):
             pass
         with exclusive("score@2"):
             pass
@@ -172,7 +176,9 @@ def test_code_fingerprint_follows_the_source(tmp_path: Path) -> None:
 
 
 def run_stage(body: str) -> tuple[int, str]:
-    process = python(f"from rlhf_core.stage import run_stage\nfrom rlhf_core.errors import DataError\n{textwrap.dedent(body)}")
+    process = python(
+        f"from rlhf_core.stage import run_stage\nfrom rlhf_core.errors import DataError\n{textwrap.dedent(body)}"
+    )
     _, stderr = process.communicate(timeout=60)
     return process.returncode, stderr
 
@@ -214,7 +220,8 @@ def test_stage_dies_when_its_parent_is_killed() -> None:
     parent = python(
         """
         import subprocess, sys
-        child = "import time; from rlhf_core.stage import run_stage; run_stage('x', lambda: (print('up', flush=True), time.sleep(60)))"
+        child = "import time; from rlhf_core.stage import run_stage; "
+        child += "run_stage('x', lambda: (print('up', flush=True), time.sleep(60)))"
         process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
         process.stdout.readline()
         print(process.pid, flush=True)
