@@ -132,7 +132,7 @@ def inspect(
     else:
         print_records(screen, rows, tables)
     if not rows:
-        console(stderr=True).print("no row passes")
+        typer.echo("no row passes", err=True)
 
 
 @app.command()
@@ -297,7 +297,7 @@ def _warn_if_other_tokenizer(path: Path, directory: Path) -> None:
     except RlhfError:
         return
     if recorded and directory.is_dir() and hash_tokenizer(directory) != recorded:
-        console(stderr=True).print(f"warning: {directory} is not the tokenizer that {path} was made with")
+        typer.echo(f"warning: {directory} is not the tokenizer that {path} was made with", err=True)
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ def _is_flat(schema: pa.Schema, name: str) -> bool:
 
 def _open(path: Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise ArtifactError(f"{path}: not a readable Parquet file: {error}") from None
 

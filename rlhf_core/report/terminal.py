@@ -38,10 +38,10 @@ TOKEN_COLUMNS = {
 }
 
 
-def console(*, stderr: bool = False) -> Console:
+def console() -> Console:
     """Return a console that styles nothing by itself and is 120 columns wide where there is no terminal."""
-    made = Console(highlight=False, markup=False, stderr=stderr)
-    return made if made.is_terminal else Console(highlight=False, markup=False, stderr=stderr, width=120)
+    made = Console(highlight=False, markup=False)
+    return made if made.is_terminal else Console(highlight=False, markup=False, width=120)
 
 
 def print_records(console: Console, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Table] | None) -> None:
