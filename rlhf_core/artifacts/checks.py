@@ -19,8 +19,9 @@ def check_rows(table: pa.Table, key: str, path: Path) -> None:
         path: Where the rows come from or go to, for messages.
 
     Raises:
-        RowMismatch: If a value or list item is null outside schema.NULLABLE, a key occurs twice, or a list's length differs
-            from that of response_ids. NumericError: If a float is NaN or infinite. Each names file, row and column.
+        RowMismatch: If a value or list item is null outside schema.NULLABLE, a key occurs twice, or a list's length
+            differs from that of response_ids.
+        NumericError: If a float is NaN or infinite. Each message names file, row and column.
     """
     for name in table.column_names:
         start = 0

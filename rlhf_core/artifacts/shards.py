@@ -1,8 +1,9 @@
 """Sharded Parquet: the only reader and writer of our artifacts.
 
-A directory holds part-00000.parquet, part-00001.parquet, ... A shard is written under a hidden name, synced and renamed,
-so a visible shard is a whole one; its bytes are a pure function of table, schema and metadata. What a file relies on is
-in its footer, as JSON under the key "rlhf". Row groups stay below the 2**31 items that an Arrow list column can address.
+A directory holds part-00000.parquet, part-00001.parquet, ... A shard is written under a hidden name, synced and
+renamed, so a visible shard is a whole one; its bytes are a pure function of table, schema and metadata. What a file
+relies on is in its footer, as JSON under the key "rlhf". Row groups stay below the 2**31 items that an Arrow list
+column can address.
 Not here: which columns exist (schema.py), what a row must satisfy (checks.py), partial work and resume (stage.py).
 """
 
@@ -117,15 +118,28 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         ArtifactError: If a shard cannot be read, is not ours, has another schema version, or disagrees with the first.
     """
     paths = shard_paths(directory)
-    first = _open(paths[0])[1]
+    first = shard_metadata(paths[0])
     for path in paths[1:]:
-        other = _open(path)[1]
+        other = shard_metadata(path)
         if other != first:
             keys = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
             raise ArtifactError(
-                f"{path}: its metadata differs from {paths[0].name}'s in {', '.join(keys)}: shards of two runs are mixed{_RERUN}"
+                f"{path}: its metadata differs from {paths[0].name}'s in {', '.join(keys)}: these are shards of two runs"
+                f"{_RERUN}"
             )
     return first
+
+
+def shard_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of one shard.
+
+    Raises:
+        ArtifactError: If it cannot be read, is not ours, or has another schema version.
+    """
+    _check_whole(path)
+    file, metadata = _open(path)
+    file.close()
+    return metadata
 
 
 def iter_tables(directory: Path, columns: list[str] | None = None) -> Iterator[tuple[str, pa.Table]]:
@@ -206,8 +220,8 @@ def ragged(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
         column: Lists of numbers, [B] rows; slices and several chunks are fine.
 
     Returns:
-        (values, offsets): values [N] in the item's dtype, a writable copy; offsets [B + 1] int64 with offsets[0] = 0, so
-        that row i is values[offsets[i]:offsets[i + 1]].
+        (values, offsets): values [N] in the item's dtype, a writable copy; offsets [B + 1] int64 with offsets[0] = 0:
+        row i is values[offsets[i]:offsets[i + 1]].
 
     Raises:
         SchemaMismatch: If the column does not hold lists.
