@@ -2,17 +2,20 @@
 
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
+from rlhf_core.algorithms.statistics import mean_and_std
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata, read_table
 from rlhf_core.config import load_run
 from rlhf_core.errors import ModelError
+from rlhf_core.models.checkpoint import save_normalisation
 from rlhf_core.models.loading import local_directory, new_classifier, save_like, torch_device
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
-from rlhf_core.training.reward_model import Pairs, evaluate, expand_ranks, freeze_lowest, train
+from rlhf_core.training.reward_model import Pairs, evaluate, expand_ranks, freeze_lowest, scores, train
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
 METRICS = Path("data/metrics/train_rm.json")
@@ -40,9 +43,13 @@ def main() -> None:
         loss = train(model, pairs, **options, **shared, seed=seed, progress=lambda loss: (bar.set_postfix(loss=f"{loss:.3f}"), bar.update()))
     with tqdm(total=2 * len(held_out.pair_ids), desc="held-out", unit="response") as bar:
         metrics = evaluate(model, held_out, **shared, progress=bar.update)
+    with tqdm(total=2 * len(pairs.pair_ids), desc="normalisation", unit="response") as bar:
+        mean, std = mean_and_std(np.concatenate(scores(model, pairs, **shared, progress=bar.update)))
+    metrics |= {"train/score_mean": mean, "train/score_std": std}
     metrics |= {"eval/ties_in_data": held_out.ties, "train/loss": loss, "train/pairs": len(pairs.pair_ids), "train/ties_in_data": pairs.ties}
     card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)}).\n"
     save_like(model, source, work / "model", card=card)
+    save_normalisation(work / "model", mean=mean, std=std, measured_on="both responses of all training pairs")
     publish(work / "model", OUT)
     write_json(METRICS, metrics)
 

@@ -19,6 +19,7 @@ _HEAD = "value_head.safetensors"
 _CRITIC = "critic.json"
 _OPTIMIZER = "optimizer.json"
 _MOMENTS = "moments.safetensors"
+_NORMALISATION = "score_normalisation.json"
 
 
 def new_value_head(hidden_size: int) -> nn.Linear:
@@ -92,6 +93,32 @@ def load_optimizer(directory: Path) -> OptimizerState:
         first_moments={n.removeprefix("exp_avg/"): t for n, t in moments.items() if n.startswith("exp_avg/")},
         second_moments={n.removeprefix("exp_avg_sq/"): t for n, t in moments.items() if n.startswith("exp_avg_sq/")},
     )
+
+
+def save_normalisation(directory: Path, *, mean: float, std: float, measured_on: str) -> None:
+    """Write what a reward model's raw scores are normalised by: score = (raw - mean) / std.
+
+    Bradley-Terry leaves the scores' origin free. A critic that starts at 0 would take many iterations to learn an
+    offset, and meanwhile the offset would favour late tokens over early ones in every response.
+
+    Args:
+        directory: Of the reward model.
+        mean: Of the raw scores.
+        std: Of the raw scores; 0 (all equal) is stored as 1.
+        measured_on: What the two were measured on, for people.
+    """
+    content = {"mean": mean, "std": std if std > 0 else 1.0, "measured_on": measured_on}
+    write_json(directory / _NORMALISATION, content)
+
+
+def load_normalisation(directory: Path) -> tuple[float, float]:
+    """Return (mean, std) of a reward model's raw scores.
+
+    Raises:
+        ModelError: If the file is missing: the directory was not written by train_rm.
+    """
+    content = read_json(directory / _NORMALISATION)
+    return float(content["mean"]), float(content["std"])
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

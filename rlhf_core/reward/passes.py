@@ -18,7 +18,7 @@ from tqdm import tqdm
 from rlhf_core.artifacts.shards import read_shard, shard_paths
 from rlhf_core.errors import NumericError
 from rlhf_core.models.batching import Batch
-from rlhf_core.models.checkpoint import load_critic
+from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import for_all_rows, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.reward.judge import judge
@@ -74,7 +74,9 @@ class Passes:
             save_array(self.work / name / f"{shard}.npy", both[:, 0])
 
     def reward_model(self, directory: Path) -> None:
-        """Write the reward model's score of every row to work/reward_model/<shard>.npy.
+        """Write the reward model's normalised score of every row to work/reward_model/<shard>.npy.
+
+            score = (raw - mean) / std, with the mean and deviation that train_rm stored
 
         It reads prompt and response ids. A response that was cut off is closed by an EOS for it (not in any artifact),
         because closed turns are what it was trained on; that it was cut off is the missing-EOS penalty's business.
@@ -83,9 +85,10 @@ class Passes:
             return
         device = torch_device(self.device)
         model = load_classifier(directory, device=device, precision=self.precision)
+        mean, std = load_normalisation(directory)
 
         def compute(batch: Batch) -> list[Tensor]:
-            return list(sequence_scores(model, batch, precision=self.precision))
+            return list((sequence_scores(model, batch, precision=self.precision) - mean) / std)
 
         for shard, rows in self._run("reward_model", compute, device, closed=True):
             save_array(self.work / "reward_model" / f"{shard}.npy", np.array([float(row) for row in rows], np.float32))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.algorithms.losses import pairwise_loss
 from rlhf_core.algorithms.statistics import pair_statistics
 from rlhf_core.errors import ConfigError, NumericError
-from rlhf_core.models.batching import collate, token_budget_batches
+from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import for_all_rows, sequence_scores
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule, trainable
 from rlhf_core.training.ppo import minibatches
@@ -162,6 +162,27 @@ def _accumulate(
     return total
 
 
+def scores(
+    model: PreTrainedModel,
+    pairs: Pairs,
+    *,
+    max_batch_tokens: int,
+    precision: str,
+    pad_id: int,
+    progress: Callable[[int], None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the raw scores of the preferred and of the other responses, [B] float64 each."""
+
+    def compute(batch: Batch) -> list[torch.Tensor]:
+        return list(sequence_scores(model, batch, precision=precision))
+
+    def of(responses: list[list[int]]) -> np.ndarray:
+        options = {"max_batch_tokens": max_batch_tokens, "pad_id": pad_id, "device": model.device, "progress": progress}
+        return np.array([float(score) for score in for_all_rows(compute, pairs.prompt_ids, responses, **options)])
+
+    return of(pairs.chosen_ids), of(pairs.rejected_ids)
+
+
 def evaluate(
     model: PreTrainedModel,
     pairs: Pairs,
@@ -174,24 +195,9 @@ def evaluate(
     """Return how a reward model ranks pairs, names as in docs/metrics.md; empty for no pairs."""
     if not pairs.pair_ids:
         return {}
-    scores = [
-        np.array(
-            [
-                float(score)
-                for score in for_all_rows(
-                    lambda batch: list(sequence_scores(model, batch, precision=precision)),
-                    pairs.prompt_ids,
-                    responses,
-                    max_batch_tokens=max_batch_tokens,
-                    pad_id=pad_id,
-                    device=model.device,
-                    progress=progress,
-                )
-            ]
-        )
-        for responses in (pairs.chosen_ids, pairs.rejected_ids)
-    ]
-    chosen, rejected = scores
+    chosen, rejected = scores(
+        model, pairs, max_batch_tokens=max_batch_tokens, precision=precision, pad_id=pad_id, progress=progress
+    )
     loss = float(np.mean(np.logaddexp(0.0, rejected - chosen)))
     found = pair_statistics(chosen, rejected)
     return {
@@ -199,8 +205,6 @@ def evaluate(
         "eval/loss": loss,
         "eval/calibration_error": calibration_error(chosen - rejected),
         "eval/length_baseline_accuracy": length_baseline(pairs),
-        "eval/score_mean": float(np.mean(np.concatenate(scores))),
-        "eval/score_std": float(np.std(np.concatenate(scores))),
         "eval/pairs": len(pairs.pair_ids),
     }
 
