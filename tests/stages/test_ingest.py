@@ -183,3 +183,22 @@ def test_demo_prompts():
     assert len(texts) == 480 and list(texts.values()).count("eval") == 96
     for topic in TOPICS[-EVAL_TOPICS:]:
         assert {side for text, side in texts.items() if topic in text} == {"eval"}
+
+
+def test_demo_preferences():
+    """Our own file: enough pairs, prompts of the prompt file on the same side, labels that the judge gives."""
+    from data.make_demo_data import LEAST_MARGIN, PREFERENCES, prompt_rows
+    from rlhf_core.reward.judge import judge
+
+    path = ROOT / PREFERENCES
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert len(rows) >= 800 and path.stat().st_size < 1_000_000
+    sides = {row["prompt"][0]["content"]: row["split"] for row in prompt_rows()}
+    for row in rows:
+        assert sides[row["prompt"][0]["content"]] == row["split"]
+        # Whether a response was cut off is not in the file; being cut off takes 1 from either of the two scores, unless
+        # its text lacks an end anyhow.
+        scores = [judge(row[key][0]["content"], "stop") for key in ("chosen", "rejected")]
+        possible = [scores[0] - scores[1] + shift for shift in (-1, 0, 1)]
+        assert min(abs(row["margin"] - value) for value in possible) < 1e-3
+        assert row["margin"] >= LEAST_MARGIN
