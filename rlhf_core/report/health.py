@@ -84,6 +84,8 @@ def health_table(rows: list[Row], reward_model: Row, gains: list[Gain]) -> list[
         ),
     )
     accuracy = reward_model.get("eval/accuracy")
+    if reward_model.get("train/pairs") == 0:  # no preferences, so no reward model
+        return table
     table.append(
         _health(
             "eval/accuracy",
@@ -159,7 +161,7 @@ def ratio_verdict(rows: list[Row]) -> Verdict:
     return Verdict(
         "low" if value < RATIO_LOW else "high",
         "the policy moved too far within one iteration, or logprobs are of another policy or temperature",
-        "Lower ppo_update.learning_rate or ppo_epochs; check that policy/max_first_ratio_error is near 0.",
+        "Lower ppo_update.learning_rate or ppo_epochs; see policy/max_first_ratio_error.",
     )
 
 
@@ -235,12 +237,12 @@ def explained_variance_verdict(rows: list[Row]) -> Verdict:
     if not values:
         return _unmeasured()
     if values[-1] <= 0 and len(rows) <= VALUE_EARLY_ITERATIONS:
-        return Verdict("watch", "below 0, which is normal while the value head is new")
+        return Verdict("watch", "not above 0, which is normal while the value head is new")
     if values[-1] <= 0:
         return Verdict(
             "low",
             "the critic predicts returns worse than their mean does, so advantages are noisy",
-            "Raise ppo_update.value_coef, ppo_epochs or value_clip_range, or take more responses an iteration.",
+            "Raise ppo_update.value_head_learning_rate, value_coef or value_clip_range, or take more responses.",
         )
     if len(values) > 1 and values[-1] < values[-2] and values[-1] < values[0]:
         return Verdict("watch", "above 0, but falling", "If it goes on falling: raise ppo_update.value_coef.")

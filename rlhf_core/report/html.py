@@ -4,6 +4,7 @@ The template (page.html) escapes everything; charts are Markup made by plots.py.
 scripts and requests, should anything slip through.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Side:
     response: str
     finish_reason: str
     judge: float  # of this response
-    reward_model: float
+    reward_model: float | None  # None without a reward model
     judge_mean: float  # over all samples of the prompt
 
 
@@ -67,6 +68,62 @@ class Figure:
     caption: str
     svg: Markup
     legend: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Metrics that share one chart over the iterations."""
+
+    title: str
+    caption: str
+    unit: str
+    metrics: dict[str, str]  # name -> label
+    from_base: bool = False  # starts at the base model, which has held-out metrics only
+    band: tuple[float | None, float | None] | None = None
+
+
+CURVES = (
+    Curve(
+        "KL to the reference",
+        "Sampled in training (policy before the update) and held-out (after it). Shaded: the usual range.",
+        "nats a response",
+        {"objective/kl": "training", "eval/kl": "held-out"},
+        from_base=True,
+        band=(KL_LOW, KL_HIGH),
+    ),
+    Curve("Training score", "Mean weighted score of the sampled responses.", "score", {"objective/scores": "score"}),
+    Curve(
+        "Share of finished responses",
+        "Responses that the model ended itself.",
+        "share",
+        {"eval/finished": "held-out"},
+        from_base=True,
+    ),
+    Curve("Entropy", "Sum of -logprobs over a response.", "nats a response", {"objective/entropy": "entropy"}),
+    Curve(
+        "Tokens clipped",
+        "Share of tokens whose ratio the clip stopped. Shaded: the usual range.",
+        "share",
+        {"policy/clipfrac_avg": "share"},
+        band=(CLIP_FRACTION_LOW, CLIP_FRACTION_HIGH),
+    ),
+    Curve(
+        "Probability ratio",
+        "Mean of new / old probability over tokens and updates. Shaded: the usual range.",
+        "ratio",
+        {"val/ratio": "ratio"},
+        band=(RATIO_LOW, RATIO_HIGH),
+    ),
+    Curve(
+        "Explained variance of the critic",
+        "Before and after the update. 1 is perfect, 0 is no better than the mean.",
+        "share of variance",
+        {"val/explained_variance": "before", "val/explained_variance_after": "after"},
+        band=(0.0, None),
+    ),
+    Curve("Response length", "Held-out responses.", "tokens", {"eval/response_length_mean": "length"}, from_base=True),
+    Curve("Value loss", "Mean over optimiser steps.", "loss", {"loss/value_avg": "loss"}),
+)
 
 
 def render(history: History) -> str:
@@ -120,108 +177,54 @@ def _health(history: History, rows: list[Any], gains: list[Any]) -> list[Health]
 
 def figures(history: History) -> list[Figure]:
     """Return the charts of the main chain: what was gained, at which distance, and how each update behaved."""
-    chain, rows = history.chain, history.rows
-    policies = [BASE_ITERATION, *chain]
+    return [*_outcome(history), *(_over_iterations(history, curve) for curve in CURVES)]
+
+
+def _outcome(history: History) -> list[Figure]:
+    """The gain with its interval, and proxy against true reward in two views."""
+    policies = [BASE_ITERATION, *history.chain]
     gains = [history.gains.get(name) for name in policies]
-    charts = [
+    gain = Series(
+        "gain",
+        [0.0 if one is None else one.mean for one in gains],
+        [None if one is None else one.low for one in gains],
+        [None if one is None else one.high for one in gains],
+    )
+    proxy = Series("reward model (proxy)", _standardised(history, "reward_model"))
+    judge = Series("judge (true)", _standardised(history, "judge"))
+    evaluations = [history.evaluations[name] for name in policies]
+    points = [
+        Point(one.iteration, float(one.reward_model.mean()), float(one.judge.mean()))
+        for one in evaluations
+        if one.reward_model is not None
+    ]
+    return [
         Figure(
             "Held-out judge score, gain over the base model",
             f"Mean over prompts with its {CONFIDENCE:.0%} interval (paired bootstrap). 0 is the base model.",
-            line_chart(
-                policies,
-                [
-                    Series(
-                        "gain",
-                        [0.0 if gain is None else gain.mean for gain in gains],
-                        [None if gain is None else gain.low for gain in gains],
-                        [None if gain is None else gain.high for gain in gains],
-                    )
-                ],
-                x_title="iteration",
-                y_title="judge score",
-                band=(0.0, None),
-            ),
+            line_chart(policies, [gain], x_title="iteration", y_title="judge score", band=(0.0, None)),
         ),
         Figure(
             "Proxy against true reward, in standard deviations of the base model",
             "Both scores as gain over the base model's mean. Where the reward model goes on rising and the judge does"
             " not, the reward model is being exploited.",
-            line_chart(
-                policies,
-                [
-                    Series("reward model (proxy)", _standardised(history, "reward_model")),
-                    Series("judge (true)", _standardised(history, "judge")),
-                ],
-                x_title="iteration",
-                y_title="gain, base std",
-            ),
-            ("reward model (proxy)", "judge (true)"),
+            line_chart(policies, [proxy, judge], x_title="iteration", y_title="gain, base std"),
+            (proxy.label, judge.label),
         ),
         Figure(
             "Judge score against reward model score",
             "One point for each policy, labelled with its iteration. Up and to the right is real progress; right alone"
             " is over-optimisation.",
-            path_chart(
-                [
-                    Point(name, float(one.reward_model.mean()), float(one.judge.mean()))
-                    for name, one in ((name, history.evaluations[name]) for name in policies)
-                ],
-                x_title="reward model mean",
-                y_title="judge mean",
-            ),
+            path_chart(points, x_title="reward model mean", y_title="judge mean"),
         ),
     ]
 
-    def over(
-        title: str, caption: str, y_title: str, names: dict[str, str], *, base: bool = False, band: Any = None
-    ) -> None:
-        """Add a chart of metrics over the chain; `base` starts it at the base model."""
-        keys = policies if base else chain
-        series = [Series(label, [rows[key].get(name) for key in keys]) for name, label in names.items()]
-        svg = line_chart(keys, series, x_title="iteration", y_title=y_title, band=band)
-        charts.append(Figure(title, caption, svg, tuple(names.values()) if len(names) > 1 else ()))
 
-    over(
-        "KL to the reference",
-        "Sampled in training (policy before the update) and held-out (after it). Shaded: the usual range.",
-        "nats a response",
-        {"objective/kl": "training", "eval/kl": "held-out"},
-        base=True,
-        band=(KL_LOW, KL_HIGH),
-    )
-    over("Training score", "Mean weighted score of the sampled responses.", "score", {"objective/scores": "score"})
-    over(
-        "Share of finished responses",
-        "Responses that the model ended itself.",
-        "share",
-        {"eval/finished": "held-out"},
-        base=True,
-    )
-    over("Entropy", "Sum of -logprobs over a response.", "nats a response", {"objective/entropy": "entropy"})
-    over(
-        "Tokens clipped",
-        "Share of tokens whose ratio the clip stopped. Shaded: the usual range.",
-        "share",
-        {"policy/clipfrac_avg": "share"},
-        band=(CLIP_FRACTION_LOW, CLIP_FRACTION_HIGH),
-    )
-    over(
-        "Probability ratio",
-        "Mean of new / old probability over tokens and updates. Shaded: the usual range.",
-        "ratio",
-        {"val/ratio": "ratio"},
-        band=(RATIO_LOW, RATIO_HIGH),
-    )
-    over(
-        "Explained variance of the critic",
-        "Before and after the update. 1 is perfect, 0 is no better than the mean.",
-        "share of variance",
-        {"val/explained_variance": "before", "val/explained_variance_after": "after"},
-        band=(0.0, None),
-    )
-    over("Response length", "Held-out responses.", "tokens", {"eval/response_length_mean": "length"}, base=True)
-    over("Value loss", "Mean over optimiser steps.", "loss", {"loss/value_avg": "loss"})
-    return charts
+def _over_iterations(history: History, curve: Curve) -> Figure:
+    policies = [BASE_ITERATION, *history.chain] if curve.from_base else history.chain
+    series = [Series(label, [history.rows[key].get(name) for key in policies]) for name, label in curve.metrics.items()]
+    svg = line_chart(policies, series, x_title="iteration", y_title=curve.unit, band=curve.band)
+    return Figure(curve.title, curve.caption, svg, tuple(curve.metrics.values()) if len(series) > 1 else ())
 
 
 def comparisons(base: Evaluation, latest: Evaluation) -> dict[str, list[Comparison]]:
@@ -289,15 +292,19 @@ def lineage(evaluation: Evaluation) -> dict[str, Any]:
         if metadata.get(name) is not None:
             hashes.setdefault(name, str(metadata[name]))
     known = {"inputs", "policy", "reference", "reward_model", "tokenizer", "iteration"}
-    settings = {name: str(value) for name, value in sorted(metadata.items()) if name not in known}
+    settings = {
+        name: json.dumps(value, ensure_ascii=False, sort_keys=True)
+        for name, value in sorted(metadata.items())
+        if name not in known
+    }
     return {"iteration": evaluation.iteration, "hashes": hashes, "settings": settings}
 
 
 def _standardised(history: History, name: str) -> list[float | None]:
-    """Gains over the base model's mean in its standard deviation over prompts; None where that is 0."""
+    """Gains over the base model's mean in its standard deviation over prompts; None where there is none."""
     base = getattr(history.evaluations[BASE_ITERATION], name)
-    spread = float(base.std())
     policies = [BASE_ITERATION, *history.chain]
+    spread = 0.0 if base is None else float(base.std())
     if spread == 0:
         return [None] * len(policies)
     return [float(getattr(history.evaluations[key], name).mean() - base.mean()) / spread for key in policies]

@@ -62,7 +62,7 @@ class Evaluation:
     metadata: dict[str, Any]
     prompt_ids: tuple[str, ...]
     judge: np.ndarray  # [P] float64, mean judge score of each prompt
-    reward_model: np.ndarray  # [P] float64, mean reward model score of each prompt
+    reward_model: np.ndarray | None  # [P] float64, mean reward model score of each prompt; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ def read_evaluation(root: Path, iteration: str) -> Evaluation:
     if table.num_rows == 0:
         raise ArtifactError(f"{directory}: no rows; expected at least one held-out response")
     names, judge = prompt_means(table, "score_judge")
-    _, reward_model = prompt_means(table, "score_reward_model")
+    # Null in every row where no reward model was trained.
+    has_reward_model = table.column("score_reward_model").null_count == 0
+    reward_model = prompt_means(table, "score_reward_model")[1] if has_reward_model else None
     return Evaluation(iteration, table, read_metadata(directory), names, judge, reward_model)
 
 

@@ -1,4 +1,4 @@
-"""The command line: iterations.yaml survives edits and interruptions, exit codes are passed on, rows are shown safely."""
+"""The command line: iterations.yaml survives edits and Ctrl-C, exit codes are passed on, rows are shown safely."""
 
 import contextlib
 import io

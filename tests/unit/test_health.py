@@ -1,7 +1,11 @@
 """Each row of the health table: inside its range, below, above, too early to tell, not measured."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from rlhf_core.config import Params
 from rlhf_core.report import health
 from rlhf_core.report.health import Verdict
 from rlhf_core.report.metrics import Gain, Row
@@ -156,3 +160,17 @@ def test_table_has_every_row_and_advice_only_where_something_is_wrong() -> None:
     assert {entry.status for entry in table} == {"ok", "watch", "high"}
     assert all(entry.change for entry in table if entry.status in ("low", "high"))
     assert not any(entry.change for entry in table if entry.status == "ok")
+
+
+def test_without_preferences_there_is_no_reward_model_to_judge() -> None:
+    table = health.health_table([{}], {"train/pairs": 0}, [])
+    assert "eval/accuracy" not in [entry.metric for entry in table]
+    assert {entry.status for entry in table} == {"watch"}  # nothing was measured
+
+
+def test_advice_names_parameters_that_exist() -> None:
+    text = Path(health.__file__).read_text(encoding="utf-8")
+    sections = {name: field.annotation for name, field in Params.model_fields.items() if name != "seed"}
+    used = re.findall(rf"\b({'|'.join(sections)})\.([a-z_0-9]+)", text)
+    assert len(set(used)) > 10
+    assert [name for section, name in used if name not in sections[section].model_fields] == []  # type: ignore[union-attr]

@@ -1,11 +1,15 @@
 """The report page: self-contained, inert whatever the data says, and the right completions in it."""
 
 import html.parser
+import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from rlhf_core.artifacts.schema import EVALUATIONS
+from rlhf_core.artifacts.shards import read_metadata, read_table, write_shard
 from rlhf_core.config import load_run
 from rlhf_core.report.html import comparisons, plain_prompts, render
 from rlhf_core.report.metrics import read_history
@@ -224,3 +228,29 @@ def test_control_characters_are_written_out(text: str, shown: str) -> None:
 
 def test_kept_characters_stay() -> None:
     assert printable("a\nb\x1b", keep="\n") == "a\nb\\x1b"
+
+
+def without_reward_model(root: Path) -> Path:
+    """What the stages write where ingest.preferences is null."""
+    for key in "0123":
+        path = root / f"data/evaluations/iteration={key}"
+        table = read_table(path)
+        column = table.schema.get_field_index("score_reward_model")
+        table = table.set_column(column, EVALUATIONS.field(column), pa.nulls(table.num_rows, pa.float32()))
+        write_shard(path / "part-00000.parquet", table, EVALUATIONS, read_metadata(path))
+        metrics = root / f"data/metrics/evaluate/{key}.json"
+        content = json.loads(metrics.read_text())
+        del content["eval/reward_model_mean"]
+        metrics.write_text(json.dumps(content))
+    (root / "data/metrics/train_rm.json").write_text('{"train/pairs": 0}')
+    return root
+
+
+def test_page_without_a_reward_model(tmp_path: Path) -> None:
+    root = without_reward_model(build(tmp_path, prompts=4, samples=1))
+    history = read_history(load_run(root), root)
+    assert history.evaluations["0"].reward_model is None
+    page = render(history)
+    assert "None was trained" in page
+    assert "reward model –" in page  # beside each response
+    assert "eval/accuracy" not in page
