@@ -1,11 +1,9 @@
 """Responses sampled by vLLM for one iteration: `python -m stages.rollout ITERATION PREVIOUS`."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.sampling import engine
 from rlhf_core.sampling.engine import LOGPROBS_MODE, Sampler, check_model, prepare_environment, vllm_version
 
 if __name__ == "__main__":
@@ -19,7 +17,7 @@ from rlhf_core.models.tokenizer import eos_ids, load_tokenizer
 from rlhf_core.sampling import rollouts
 from rlhf_core.sampling.rollouts import Prompt
 from rlhf_core.seeding import derive_seed
-from rlhf_core.stage import code_fingerprint, publish, run_stage, work_directory, write_json
+from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
 PROMPTS = Path("data/prompts")
 
@@ -33,22 +31,22 @@ def main() -> None:
     metadata = described(run, iteration, policy)
     shards = rollouts.cut(chosen_prompts(run, iteration), params.rollout.shard_prompts)
     ids = [[prompt.prompt_id for prompt in shard] for shard in shards]
-    fingerprint = {**metadata, "shards": ids, "code": code_fingerprint(engine, rollouts)}
-    work, out = work_directory(f"rollout@{iteration}", fingerprint), Path(f"data/rollouts/iteration={iteration}")
+    work = work_directory(f"rollout@{iteration}", {**metadata, "shards": ids})
+    out, metrics = Path(f"data/rollouts/iteration={iteration}"), Path(f"data/metrics/rollout/{iteration}.json")
     if rollouts.is_published(work, out):
-        write_json(Path(f"data/metrics/rollout/{iteration}.json"), rollouts.rollout_metrics(out))
+        write_json(metrics, rollouts.rollout_metrics(out))
         return
-
     shared: dict[str, Any] = {"iteration": iteration, "n": params.rollout.samples_per_prompt, "metadata": metadata}
     missing = rollouts.unfinished(work, shards, **shared)
     if missing:
         sampling = params.sampling.model_dump()
         shared |= {name: sampling.pop(name) for name in ("temperature", "max_new_tokens")}
         sampler = Sampler(policy, **sampling, seed=params.seed)
-        decode = partial(load_tokenizer(policy).decode, skip_special_tokens=True)
+        tokenizer = load_tokenizer(policy)
+        decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
         seed = derive_seed(params.seed, "rollout", iteration)
         rollouts.sample_shards(sampler, work, shards, missing, decode, eos_ids=metadata["eos_ids"], seed=seed, **shared)
-    write_json(Path(f"data/metrics/rollout/{iteration}.json"), rollouts.rollout_metrics(work))
+    write_json(metrics, rollouts.rollout_metrics(work))
     rollouts.remember(work)
     publish(work, out)
 

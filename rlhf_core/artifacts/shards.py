@@ -123,10 +123,8 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         other = shard_metadata(path)
         if other != first:
             keys = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
-            raise ArtifactError(
-                f"{path}: its metadata differs from {paths[0].name}'s in {', '.join(keys)}: these are shards of two runs"
-                f"{_RERUN}"
-            )
+            found = f"its metadata differs from {paths[0].name}'s in {', '.join(keys)}"
+            raise ArtifactError(f"{path}: {found}: these are shards of two runs{_RERUN}")
     return first
 
 
