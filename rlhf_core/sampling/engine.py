@@ -234,6 +234,7 @@ class Sampler:
                 temperature=temperature,
                 max_tokens=budget,
                 stop_token_ids=eos_ids,
+                ignore_eos=True,  # those of generation_config.json, which vLLM would add even so
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
                 seed=None if self._on_cpu else derive_seed(seed, prompt, sample),

@@ -1,7 +1,7 @@
 """The sampler: what is made of vLLM's answers (with stand-ins), and real vLLM on the tiny model.
 
 Mutations that must fail here: the first entry of a position's logprobs taken; NaN turned into 0; outputs left in the
-order they came; budget without max_model_len; raw instead of processed logprobs; generation_config left on; torch not
+order they came; budget without max_model_len; raw instead of processed logprobs; ignore_eos left out; torch not
 seeded before a call.
 """
 
@@ -233,7 +233,13 @@ def real_vllm(test: Any) -> Any:
 def model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with generation settings that would change every sample if they were read."""
     directory = Path(shutil.copytree(tiny_dir, tmp_path_factory.mktemp("model") / "tiny"))
-    settings = {"eos_token_id": [2, 4], "do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0}
+    settings = {
+        "eos_token_id": [2, *range(100, 150)],
+        "do_sample": True,
+        "top_k": 1,
+        "temperature": 0.1,
+        "repetition_penalty": 3.0,
+    }
     (directory / "generation_config.json").write_text(json.dumps(settings))
     return directory
 
