@@ -1,6 +1,12 @@
 """Shared by all tests: shapes checked at run time, repeatable hypothesis, a tiny model, and real data where it is."""
 
 import os
+
+# Before torch is imported, and inherited by every process that a test starts. The models are tiny: one thread does, and
+# two processes with two spinning threads each on two cores are ten times slower than two with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 from pathlib import Path
 
 import hypothesis
