@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_command_line_knows_what_the_pages_use() -> None:
     assert used
     for name in used:
         done = subprocess.run(
-            ["python", "-c", "from rlhf_core.cli import main; main()", name, "--help"],
+            [sys.executable, "-c", "from rlhf_core.cli import main; main()", name, "--help"],
             cwd=ROOT,
             capture_output=True,
             text=True,
