@@ -100,6 +100,11 @@ def test_short_hash_grows_when_it_is_taken():
     assert short_hash("p", digest, {"p0123456789ab"}) == "p0123456789abcdef"
 
 
+def test_id_made_here_avoids_one_that_a_later_row_has(tokenizer):
+    given = [*rows("x"), Row("f:2", "f", {"prompt": "y", "id": "pba2df4903a2c"})]
+    assert table_of(tokenizer, given)[0]["prompt_id"].to_pylist() == ["pba2df4903a2c14e8", "pba2df4903a2c"]
+
+
 def test_prompt_that_comes_again_is_kept_once(tokenizer):
     table, _, drops = table_of(tokenizer, rows("x", "y", "x", "x"))
     assert table["prompt"].to_pylist() == ["x", "y"]
@@ -196,6 +201,9 @@ def test_fraction_is_nested_and_leaves_both_sides(tokenizer):
         kept[fraction] = table["prompt_id"].to_pylist()
         assert kept[fraction] == [one for one in whole if one in set(kept[fraction])]  # the order of the file
         assert len(sides) == 400
+    # What is kept does not depend on the side: half of 200 on each, 4 standard deviations are 28.
+    half = table_of(tokenizer, rows(*texts), fraction=0.5)[0]["split"].to_pylist()
+    assert 60 < half.count("eval") < 140 and 60 < half.count("train") < 140
     assert 160 < len(kept[0.5]) < 240 and 16 < len(kept[0.1]) < 64
     assert set(kept[0.0001]) <= set(kept[0.1]) <= set(kept[0.5])
     table, _, _ = table_of(tokenizer, rows(*texts), fraction=0.0001)
