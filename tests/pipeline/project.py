@@ -25,6 +25,7 @@ TINY_PARAMS: dict[str, dict[str, Any]] = {
     "ppo_update": {"minibatch_size": 8, "ppo_epochs": 2},
     "evaluate": {"max_prompts": 4, "samples_per_prompt": 1},
 }
+RESULTS = ("data", "dvc.lock")  # all that a run makes
 PROMPTS, EVAL_PROMPTS, PAIRS = 16, 5, 12
 
 
@@ -126,10 +127,10 @@ def run(project: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     return done
 
 
-def repro(project: Path, *, code: int = 0) -> Repro:
+def repro(project: Path, *targets: str, code: int = 0) -> Repro:
     """Run `dvc repro` and sort the stages by what happened to them; fail when it ends with another exit code."""
     done = subprocess.run(
-        ["dvc", "repro"],
+        ["dvc", "repro", *targets],
         cwd=project,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ import pytest
 
 from tests.pipeline.project import (
     PAIRS,
+    RESULTS,
     Repro,
     change,
     environment,
@@ -30,23 +31,10 @@ pytestmark = [pytest.mark.xdist_group("pipeline"), pytest.mark.vllm]
 
 ONCE = ["validate", "base_model", "ingest", "train_rm", "evaluate_base", "report"]
 PER_ITERATION = ["rollout", "score", "advantages", "ppo_update", "evaluate"]
-RESULTS = ("data", "dvc.lock")
 
 
 def of_iteration(name: str) -> list[str]:
     return [f"{stage}@{name}" for stage in PER_ITERATION]
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
-    """The copy that all steps share."""
-    return make_project(tmp_path_factory.mktemp("pipeline") / "project", tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def first(project: Path) -> tuple[Repro, dict[str, str]]:
-    """The first run, and the hash of every file it made."""
-    return repro(project), hashes(project, *RESULTS)
 
 
 def test_first_run_runs_every_stage_once(first: tuple[Repro, dict[str, str]], project: Path) -> None:
@@ -107,23 +95,15 @@ def test_bad_value_stops_before_anything_is_removed(project: Path, first: tuple[
 
 
 def test_other_preferences_rerun_the_reward_model_but_not_the_rollouts(project: Path) -> None:
+    # Up to the scores; what follows from other scores is the same as for another lambda.
     write_rows(project / "data/raw/preferences.jsonl", preference_rows(PAIRS + 3))
-    again = repro(project)
-    expected = [
-        "ingest",
-        "train_rm",
-        "score@1",
-        "advantages@1",
-        "ppo_update@1",
-        "evaluate_base",
-        "evaluate@1",
-        "report",
-    ]
-    assert sorted(again.ran) == sorted(expected)
+    again = repro(project, "score@1")
+    assert again.ran == ["ingest", "train_rm", "score@1"]
+    assert "rollout@1" in again.unchanged
     write_rows(project / "data/raw/preferences.jsonl", preference_rows(PAIRS))
     back = repro(project)
     assert back.ran == []
-    assert sorted(back.restored) == sorted(expected)
+    assert back.restored == ["ingest", "train_rm", "score@1"]
 
 
 def test_another_iteration_runs_alone(project: Path, first: tuple[Repro, dict[str, str]]) -> None:
