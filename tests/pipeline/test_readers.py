@@ -1,5 +1,6 @@
 """The artifacts of a real run open in the tools that people use, and the checkpoint in transformers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pandas as pd
 import polars as pl
 import pytest
 
+from tests.docs_runner import Query, queries, run
+from tests.meta.project import ROOT
 from tests.pipeline.project import Repro
 
 pytestmark = [pytest.mark.xdist_group("pipeline"), pytest.mark.vllm]
@@ -94,3 +97,9 @@ def test_checkpoint_loads_in_transformers_and_has_learnt() -> None:
     assert torch.isfinite(after).all()
     assert not torch.equal(after, before)
     assert (Path(path) / "README.md").read_text(encoding="utf-8").startswith("#")
+
+
+@pytest.mark.parametrize("query", queries(ROOT / "docs/inspecting.md"), ids=lambda query: query.title)
+def test_documented_question_has_an_answer(query: Query, project: Path, tmp_path: Path) -> None:
+    here = Query(query.title, query.language, re.sub(r"(iteration *= *)'?[2-9]'?", r"\g<1>1", query.code))
+    assert run(here, project, tmp_path).strip()
