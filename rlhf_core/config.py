@@ -63,7 +63,9 @@ class BaseModelParams(_Section):
     @model_validator(mode="after")
     def _pinned_code(self) -> "BaseModelParams":
         if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code: true runs code from the model repository; set revision to a commit you have read")
+            raise ValueError(
+                "trust_remote_code: true runs code from the model repository; set revision to a commit you have read"
+            )
         return self
 
 
@@ -88,7 +90,8 @@ class IngestParams(_Section):
             parts = Path(source).parts
             if parts[:2] != ("data", "raw") or ".." in parts or len(parts) < 3:
                 raise ValueError(
-                    f"{key} is {source!r}: expected a file under data/raw (so that DVC sees it change) or hub:<owner>/<name>"
+                    f"{key} is {source!r}: expected a file under data/raw (so that DVC sees it change)"
+                    f" or hub:<owner>/<name>"
                 )
         return self
 
@@ -188,7 +191,8 @@ class Params(_Section):
         responses = self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
         if responses % self.ppo_update.minibatch_size:
             raise ValueError(
-                f"ppo_update.minibatch_size ({self.ppo_update.minibatch_size}) must divide the {responses} responses of an iteration"
+                f"ppo_update.minibatch_size ({self.ppo_update.minibatch_size}) must divide the"
+                f" {responses} responses of an iteration"
                 f" (rollout.prompts_per_iteration {self.rollout.prompts_per_iteration}"
                 f" x samples_per_prompt {self.rollout.samples_per_prompt})"
             )
@@ -198,7 +202,9 @@ class Params(_Section):
                 f" sampling.max_model_len ({self.sampling.max_model_len}), or no response token fits"
             )
         if self.score.rewards.get("reward_model") and self.ingest.preferences is None:
-            raise ValueError("score.rewards uses reward_model, but ingest.preferences is null: there is nothing to train it on")
+            raise ValueError(
+                "score.rewards uses reward_model, but ingest.preferences is null: there is nothing to train it on"
+            )
         return self
 
 
@@ -228,7 +234,9 @@ class Run(BaseModel):
         if iteration == BASE_ITERATION:
             return self.params
         if iteration not in self.iterations:
-            raise ConfigError(f"iterations.yaml has no iteration {iteration!r}; it has {', '.join(self.iterations) or 'none'}")
+            raise ConfigError(
+                f"iterations.yaml has no iteration {iteration!r}; it has {', '.join(self.iterations) or 'none'}"
+            )
         return self.effective[iteration]
 
     def chain(self, iteration: str) -> list[str]:
@@ -288,10 +296,15 @@ def _parse_iterations(raw: Any, problems: list[str]) -> dict[str, Iteration]:
     iterations: dict[str, Iteration] = {}
     for name, entry in raw["iterations"].items():
         if not isinstance(name, str):
-            problems.append(f'{where}: iteration key {name!r} is not quoted; write "{name}": (DVC would silently run nothing)')
+            problems.append(
+                f'{where}: iteration key {name!r} is not quoted; write "{name}": (DVC would silently run nothing)'
+            )
             continue
         if not (name.isascii() and name.isalnum()) or name == BASE_ITERATION:
-            problems.append(f"{where}: iteration key {name!r}: expected letters and digits only, and not {BASE_ITERATION!r} (the base model)")
+            problems.append(
+                f"{where}: iteration key {name!r}: expected letters and digits only, and not"
+                f" {BASE_ITERATION!r} (the base model)"
+            )
             continue
         found = _parse(Iteration, entry, f"{where}: iteration {name!r}", problems)
         if found is not None:
@@ -299,7 +312,10 @@ def _parse_iterations(raw: Any, problems: list[str]) -> dict[str, Iteration]:
     known = {BASE_ITERATION, *(str(name) for name in raw["iterations"])}  # broken entries too: they were reported above
     for name, iteration in iterations.items():
         if iteration.prev not in known:
-            problems.append(f"{where}: iteration {name!r}: prev is {iteration.prev!r}; expected one of {', '.join(sorted(known - {name}))}")
+            problems.append(
+                f"{where}: iteration {name!r}: prev is {iteration.prev!r}; expected one of"
+                f" {', '.join(sorted(known - {name}))}"
+            )
     for name in iterations:
         seen: set[str] = set()
         at: str = name

@@ -33,7 +33,9 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
         name: The stage with its iteration, such as "rollout@2".
         main: Does the work; reads its arguments by itself.
     """
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     die_with_parent()
     try:
@@ -67,7 +69,9 @@ def exclusive(name: str) -> Iterator[None]:
         except BlockingIOError:
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
-            raise RlhfError(f"{name} is already running here (process {owner}, lock {path}); wait for it or stop it") from None
+            raise RlhfError(
+                f"{name} is already running here (process {owner}, lock {path}); wait for it or stop it"
+            ) from None
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()

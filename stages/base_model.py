@@ -17,7 +17,8 @@ def main() -> None:
     model, tokenizer = fetch_base_model(
         params.source, revision=params.revision, trust_remote_code=params.trust_remote_code
     )
-    card = f"# Base model\n\nSource: `{params.source}`, revision: `{params.revision}`. Iteration 0 of this run; also its reference model.\n"
+    origin = f"Source: `{params.source}`, revision: `{params.revision}`."
+    card = f"# Base model\n\n{origin} Iteration 0 of this run; also its reference model.\n"
     save_pretrained(model, tokenizer, work / "policy", card=card)
     save_critic(new_value_head(model.config.get_text_config().hidden_size), work / "critic")
     save_optimizer(OptimizerState(step=0, episode=0, first_moments={}, second_moments={}), work / "optimizer")

@@ -1,4 +1,4 @@
-"""Sample and score the held-out prompts with one iteration's policy: `python -m stages.evaluate ITERATION` (0 = base)."""
+"""Sample and score the held-out prompts with one policy: `python -m stages.evaluate ITERATION` (0 = base)."""
 
 import sys
 from pathlib import Path
@@ -48,7 +48,10 @@ def main() -> None:
     if has_reward_model:
         passes.reward_model(REWARD_MODEL)
     passes.judge()
-    judged = [(name, append_judgements(table, name, passes, has_reward_model)) for name, table in iter_tables(work / "samples")]
+    judged = [
+        (name, append_judgements(table, name, passes, has_reward_model))
+        for name, table in iter_tables(work / "samples")
+    ]
     for name, table in judged:
         write_shard(work / "out" / name, table, table.schema, metadata)
     publish(work / "out", Path(f"data/evaluations/iteration={iteration}"))

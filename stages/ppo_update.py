@@ -32,7 +32,9 @@ def main() -> None:
     before = {name: CHECKPOINTS / name / prev for name in ("policy", "critic", "optimizer")}
     metadata = checked(source, before["policy"], before["critic"])
     inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
-    work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, "ppo_update": ppo.model_dump(), "compute": compute.model_dump()})
+    work = work_directory(
+        f"ppo_update@{iteration}", {"inputs": inputs, "ppo_update": ppo.model_dump(), "compute": compute.model_dump()}
+    )
     responses, empty = read_responses(source)
 
     device = torch_device(compute.device)
@@ -44,7 +46,11 @@ def main() -> None:
     optimizer = adamw(groups, betas=ppo.adam_betas, eps=ppo.adam_eps, weight_decay=ppo.weight_decay)
     restore(optimizer, [*trunk, *value_head], state)
     scheduler = schedule(
-        optimizer, name=ppo.lr_schedule, warmup_steps=ppo.warmup_steps, total_steps=ppo.schedule_steps, first_step=state.step
+        optimizer,
+        name=ppo.lr_schedule,
+        warmup_steps=ppo.warmup_steps,
+        total_steps=ppo.schedule_steps,
+        first_step=state.step,
     )
     settings = Settings(
         temperature=metadata["temperature"],
@@ -58,10 +64,15 @@ def main() -> None:
         log = update(policy, head, responses, optimizer, scheduler, settings, lambda row: show(bar, row))
 
     episode = state.episode + len(responses.sample_ids) + empty
-    metrics = summary(log) | {"episode": episode, "val/explained_variance_after": explained_variance_after(policy, head, responses, settings)}
+    metrics = summary(log) | {
+        "episode": episode,
+        "val/explained_variance_after": explained_variance_after(policy, head, responses, settings),
+    }
     save_like(policy, before["policy"], work / "policy", card=policy_card(iteration, prev, inputs, params.ppo_update))
     save_critic(head, work / "critic")
-    save_optimizer(captured(optimizer, [*trunk, *value_head], step=state.step + len(log), episode=episode), work / "optimizer")
+    save_optimizer(
+        captured(optimizer, [*trunk, *value_head], step=state.step + len(log), episode=episode), work / "optimizer"
+    )
     for name in ("policy", "critic", "optimizer"):
         publish(work / name, CHECKPOINTS / name / iteration)
     write_json(Path(f"data/metrics/ppo_update/{iteration}.json"), metrics)
@@ -73,13 +84,19 @@ def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:
     metadata = read_metadata(source)
     for name, path in (("policy", policy), ("critic", critic)):
         if metadata[name] != hash_path(path):
-            raise StaleInput(f"{source} was made with another {name} than {path}; run `dvc repro advantages@{metadata['iteration']}`")
+            raise StaleInput(
+                f"{source} was made with another {name} than {path}; run `dvc repro advantages@{metadata['iteration']}`"
+            )
     return metadata
 
 
 def show(bar: "tqdm[Any]", row: dict[str, float]) -> None:
     """Advance the progress bar by one optimiser step."""
-    bar.set_postfix(kl=f"{row['policy/approxkl_avg']:.4f}", clip=f"{row['policy/clipfrac_avg']:.2f}", value=f"{row['loss/value_avg']:.3f}")
+    bar.set_postfix(
+        kl=f"{row['policy/approxkl_avg']:.4f}",
+        clip=f"{row['policy/clipfrac_avg']:.2f}",
+        value=f"{row['loss/value_avg']:.3f}",
+    )
     bar.update()
 
 

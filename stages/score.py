@@ -33,6 +33,7 @@ def main() -> None:
         pad_id=pad_id(load_tokenizer(policy)),
         eos_ids=metadata["eos_ids"],
     )
+    rewards = {str(name): weight for name, weight in params.score.rewards.items()}
     passes.token_logprobs("logprobs", policy, critic)
     if metadata["reference"] != metadata["policy"]:
         passes.token_logprobs("ref_logprobs", REFERENCE)
@@ -40,13 +41,15 @@ def main() -> None:
         passes.reward_model(REWARD_MODEL)
     if "judge" in params.score.rewards:
         passes.judge()
-    scored = [(name, append_scores(table, name, passes, params.score.rewards)) for name, table in iter_tables(rollouts)]
-    metrics = score_metrics([table for _, table in scored], params.score.rewards)
+    scored = [(name, append_scores(table, name, passes, rewards)) for name, table in iter_tables(rollouts)]
+    metrics = score_metrics([table for _, table in scored], rewards)
     if metrics["mismatch/k3"] > params.score.max_mismatch_k3:
         raise NumericError(
-            f"iteration {iteration}: sampler and trainer disagree about the sampler's own policy by {metrics['mismatch/k3']:.4g}"
-            f" nats a token (mismatch/k3), allowed is score.max_mismatch_k3 = {params.score.max_mismatch_k3}. Likely causes: another"
-            " temperature, dtype or chat template on one side; try sampling.dtype float32 and compute.precision float32"
+            f"iteration {iteration}: sampler and trainer disagree about the sampler's own policy by"
+            f" {metrics['mismatch/k3']:.4g} nats a token (mismatch/k3), allowed is score.max_mismatch_k3 ="
+            f" {params.score.max_mismatch_k3}. Likely causes: another temperature or dtype on one side,"
+            f" or weights that one"
+            " side does not load; try sampling.dtype float32 and compute.precision float32"
         )
     for name, table in scored:
         write_shard(work / "out" / name, table, table.schema, metadata)
@@ -58,12 +61,16 @@ def described(rollouts: Path, policy: Path, critic: Path, params: Params) -> dic
     """Return the metadata of the new shards, after checking that the rollouts are this policy's."""
     metadata = read_metadata(rollouts)
     if metadata["policy"] != hash_path(policy):
-        raise StaleInput(f"{rollouts} was sampled from another policy than {policy}; run `dvc repro rollout@{metadata['iteration']}`")
+        raise StaleInput(
+            f"{rollouts} was sampled from another policy than {policy}; run `dvc repro rollout@{metadata['iteration']}`"
+        )
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
     if "reward_model" in params.score.rewards:
         metadata["reward_model"] = hash_path(REWARD_MODEL)
         if hash_tokenizer(REWARD_MODEL) != metadata["tokenizer"]:
-            raise ModelError(f"{REWARD_MODEL}: its tokenizer is not the policy's; a reward model reads the policy's ids")
+            raise ModelError(
+                f"{REWARD_MODEL}: its tokenizer is not the policy's; a reward model reads the policy's ids"
+            )
     inputs = {**metadata["inputs"], "rollouts": hash_path(rollouts)}
     return metadata | {"stage": "score", "inputs": inputs, "rewards": dict(params.score.rewards)}
 

@@ -1,6 +1,7 @@
 """Train the reward model on data/preferences: `python -m stages.train_rm`."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -27,8 +28,13 @@ def main() -> None:
     rm, compute = params.train_rm, params.compute
     source = Path("data/checkpoints/policy/0") if rm.model == "base" else local_directory(rm.model)
     if hash_tokenizer(source) != read_metadata(PREFERENCES)["tokenizer"]:
-        raise ModelError(f"train_rm.model {source}: its tokenizer is not the base model's; data/preferences holds the latter's ids")
-    work = work_directory("train_rm", {"preferences": hash_path(PREFERENCES), "params": params.model_dump(include={"train_rm", "compute", "seed"})})
+        raise ModelError(
+            f"train_rm.model {source}: its tokenizer is not the base model's; data/preferences holds the latter's ids"
+        )
+    work = work_directory(
+        "train_rm",
+        {"preferences": hash_path(PREFERENCES), "params": params.model_dump(include={"train_rm", "compute", "seed"})},
+    )
     pairs, held_out = read_pairs("train"), read_pairs("eval")
     if not pairs.pair_ids:
         no_reward_model(work)
@@ -37,21 +43,44 @@ def main() -> None:
     model = new_classifier(source, device=torch_device(compute.device), precision=compute.precision, seed=seed)
     model.config.pad_token_id = pad_id(load_tokenizer(source))
     freeze_lowest(model, rm.frozen_layers)
-    shared = {"max_batch_tokens": compute.max_batch_tokens, "precision": compute.precision, "pad_id": model.config.pad_token_id}
+    shared = {
+        "max_batch_tokens": compute.max_batch_tokens,
+        "precision": compute.precision,
+        "pad_id": model.config.pad_token_id,
+    }
     with tqdm(total=-(-len(pairs.pair_ids) // rm.batch_size) * rm.epochs, desc="train_rm", unit="step") as bar:
         options = rm.model_dump(exclude={"model", "frozen_layers"})
-        loss = train(model, pairs, **options, **shared, seed=seed, progress=lambda loss: (bar.set_postfix(loss=f"{loss:.3f}"), bar.update()))
+        loss = train(
+            model,
+            pairs,
+            **options,
+            **shared,
+            seed=seed,
+            progress=lambda loss: show(bar, loss),
+        )
     with tqdm(total=2 * len(held_out.pair_ids), desc="held-out", unit="response") as bar:
         metrics = evaluate(model, held_out, **shared, progress=bar.update)
     with tqdm(total=2 * len(pairs.pair_ids), desc="normalisation", unit="response") as bar:
         mean, std = mean_and_std(np.concatenate(scores(model, pairs, **shared, progress=bar.update)))
     metrics |= {"train/score_mean": mean, "train/score_std": std}
-    metrics |= {"eval/ties_in_data": held_out.ties, "train/loss": loss, "train/pairs": len(pairs.pair_ids), "train/ties_in_data": pairs.ties}
-    card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)}).\n"
+    metrics |= {
+        "eval/ties_in_data": held_out.ties,
+        "train/loss": loss,
+        "train/pairs": len(pairs.pair_ids),
+        "train/ties_in_data": pairs.ties,
+    }
+    data = f"{len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)})"
+    card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {data}.\n"
     save_like(model, source, work / "model", card=card)
     save_normalisation(work / "model", mean=mean, std=std, measured_on="both responses of all training pairs")
     publish(work / "model", OUT)
     write_json(METRICS, metrics)
+
+
+def show(bar: "tqdm[Any]", loss: float) -> None:
+    """Advance the progress bar by one optimiser step."""
+    bar.set_postfix(loss=f"{loss:.3f}")
+    bar.update()
 
 
 def read_pairs(split: str) -> Pairs:

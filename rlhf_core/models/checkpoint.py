@@ -33,7 +33,9 @@ def new_value_head(hidden_size: int) -> nn.Linear:
 def save_critic(head: nn.Linear, directory: Path) -> None:
     """Write a shared-backbone critic: the value head that reads the policy's last hidden state."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, directory / _HEAD)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, directory / _HEAD
+    )
     write_json(directory / _CRITIC, {"kind": "shared_backbone", "hidden_size": head.in_features})
 
 
@@ -50,7 +52,10 @@ def load_critic(directory: Path, *, hidden_size: int, device: torch.device) -> n
     """
     description = read_json(directory / _CRITIC)
     if description.get("hidden_size") != hidden_size:
-        raise ModelError(f"{directory}: value head for hidden size {description.get('hidden_size')}, but the policy has {hidden_size}")
+        raise ModelError(
+            f"{directory}: value head for hidden size {description.get('hidden_size')}, but the policy"
+            f" has {hidden_size}"
+        )
     head = nn.Linear(hidden_size, 1)
     weights = _read_tensors(directory / _HEAD)
     missing = sorted({"weight", "bias"} - weights.keys())

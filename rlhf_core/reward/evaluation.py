@@ -25,7 +25,9 @@ def append_judgements(table: pa.Table, shard: str, passes: Passes, has_reward_mo
     logprobs = passes.result("logprobs", shard)
     same_model = not (passes.work / "ref_logprobs").exists()
     ref_logprobs = logprobs if same_model else passes.result("ref_logprobs", shard)
-    proxy = pa.array(passes.result("reward_model", shard)) if has_reward_model else pa.nulls(table.num_rows, pa.float32())
+    proxy = (
+        pa.array(passes.result("reward_model", shard)) if has_reward_model else pa.nulls(table.num_rows, pa.float32())
+    )
     for name, column in (
         ("logprobs", ragged_array(logprobs, offsets, pa.float32())),
         ("ref_logprobs", ragged_array(ref_logprobs, offsets, pa.float32())),

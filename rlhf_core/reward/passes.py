@@ -134,7 +134,8 @@ class Passes:
                 for sample_id, result in zip(table["sample_id"].to_pylist(), results, strict=True):
                     if not torch.isfinite(result).all():
                         raise NumericError(
-                            f"{path}: {name} of sample {sample_id} is not finite; expected finite numbers from the model."
+                            f"{path}: {name} of sample {sample_id} is not finite; expected finite"
+                            f" numbers from the model."
                             " Look at the row with `rlhf inspect`, and at the model's weights"
                         )
                 yield path.name, results

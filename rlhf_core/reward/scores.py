@@ -28,7 +28,9 @@ def append_scores(table: pa.Table, shard: str, passes: Passes, rewards: Mapping[
     same_model = not (passes.work / "ref_logprobs").exists()
     columns = {
         "logprobs": ragged_array(logprobs, offsets, pa.float32()),
-        "ref_logprobs": ragged_array(logprobs if same_model else passes.result("ref_logprobs", shard), offsets, pa.float32()),
+        "ref_logprobs": ragged_array(
+            logprobs if same_model else passes.result("ref_logprobs", shard), offsets, pa.float32()
+        ),
         "values": ragged_array(passes.result("logprobs-values", shard), offsets, pa.float32()),
     }
     total = np.zeros(table.num_rows, np.float64)

@@ -11,6 +11,7 @@ are those of the distribution sampled from, log_softmax(logits / temperature). v
 
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import sys
@@ -160,8 +161,10 @@ class Sampler:
         """
         check_model(model)
         _set_environment()
-        # Of vLLM's own code, about torch's; nothing that a person here can act on.
+        # On the absence of Triton and on calls within vLLM: nothing that a person here can act on.
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        for name in ("vllm", "vllm.triton_utils.importing", "torch._library.triton"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         from vllm import LLM
         from vllm.platforms import current_platform
 

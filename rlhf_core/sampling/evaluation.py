@@ -80,7 +80,7 @@ def _sample(sender: Any, policy: Path, request: dict[str, Any], engine: dict[str
     """Sample and write in the child; send back None, or the error for the parent to raise."""
     die_with_parent()
     try:
-        decode = partial(load_tokenizer(policy).decode, skip_special_tokens=True)
+        decode: Any = partial(load_tokenizer(policy).decode, skip_special_tokens=True)
         sample_shards(Sampler(policy, **engine), decode=decode, **request)
     except RlhfError as error:
         sender.send(error)

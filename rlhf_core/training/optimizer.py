@@ -59,10 +59,15 @@ def restore(optimizer: torch.optim.AdamW, named: NamedParameters, state: Optimiz
     names = {name for name, _ in named}
     if names != state.first_moments.keys() or names != state.second_moments.keys():
         different = sorted(names ^ state.first_moments.keys())[:3]
-        raise ModelError(f"the optimiser state is for other parameters than the policy and critic: {', '.join(different)}")
+        raise ModelError(
+            f"the optimiser state is for other parameters than the policy and critic: {', '.join(different)}"
+        )
     for name, parameter in named:
         if state.first_moments[name].shape != parameter.shape:
-            raise ModelError(f"the optimiser state of {name} has shape {list(state.first_moments[name].shape)}, expected {list(parameter.shape)}")
+            raise ModelError(
+                f"the optimiser state of {name} has shape {list(state.first_moments[name].shape)},"
+                f" expected {list(parameter.shape)}"
+            )
         optimizer.state[parameter] = {
             "step": torch.tensor(float(state.step), device=parameter.device),
             "exp_avg": state.first_moments[name].to(parameter.device, parameter.dtype),
@@ -104,7 +109,8 @@ def clip_and_step(
     value = float(norm)
     if not math.isfinite(value):
         raise NumericError(
-            f"{where}: the gradient's norm is {value}; the step was not taken. Likely causes: a learning rate that is too"
+            f"{where}: the gradient's norm is {value}; the step was not taken. Likely causes: a"
+            f" learning rate that is too"
             " high, or extreme scores or advantages (look at the rows with `rlhf inspect`)"
         )
     optimizer.step()

@@ -128,7 +128,7 @@ def update(
         metrics = _accumulate(policy, value_head, responses, rows, settings, step=step)
         if step == 0:
             _check_first_ratio(metrics["policy/ratio_error_max"], settings.precision)
-        metrics["lr"] = scheduler.get_last_lr()[0]
+        metrics["lr"] = float(scheduler.get_last_lr()[0])
         metrics["grad_norm"] = clip_and_step(
             optimizer, scheduler, parameters, max_grad_norm=settings.max_grad_norm, where=_where(step, responses, rows)
         )
@@ -138,7 +138,13 @@ def update(
 
 
 def _accumulate(
-    policy: PreTrainedModel, value_head: nn.Linear, responses: Responses, rows: list[int], settings: Settings, *, step: int
+    policy: PreTrainedModel,
+    value_head: nn.Linear,
+    responses: Responses,
+    rows: list[int],
+    settings: Settings,
+    *,
+    step: int,
 ) -> dict[str, float]:
     """Add the gradient of one minibatch, micro-batch by micro-batch, and return its metrics."""
     device = value_head.weight.device
@@ -151,7 +157,9 @@ def _accumulate(
         batch = collate(responses.prompt_ids, responses.response_ids, part, pad_id=settings.pad_id, device=device)
         loss, found, error = _micro_batch(policy, value_head, responses, batch, settings)
         if not math.isfinite(float(loss.detach())):
-            raise NumericError(f"{_where(step, responses, part)}: the loss is {float(loss.detach())}; the step was not taken")
+            raise NumericError(
+                f"{_where(step, responses, part)}: the loss is {float(loss.detach())}; the step was not taken"
+            )
         (loss / tokens).backward()
         for name, value in found.items():
             sums[name] += value
@@ -191,7 +199,9 @@ def _micro_batch(
     )
     policy_losses = policy_loss(outputs.logprobs, logprobs, advantages, clip_range=settings.clip_range)
     value_losses = value_loss(outputs.values, values, returns, value_clip_range=settings.value_clip_range)
-    loss = policy_losses.sum() + settings.value_coef * value_losses.sum() - settings.entropy_coef * outputs.entropy.sum()
+    loss = (
+        policy_losses.sum() + settings.value_coef * value_losses.sum() - settings.entropy_coef * outputs.entropy.sum()
+    )
     real = torch.ones_like(logprobs, dtype=torch.bool)
     found = policy_diagnostics(outputs.logprobs, logprobs, advantages, real, clip_range=settings.clip_range)
     critic = value_diagnostics(outputs.values, values, returns, real, value_clip_range=settings.value_clip_range)

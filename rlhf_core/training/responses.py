@@ -38,7 +38,9 @@ def read_responses(directory: Path) -> tuple[Responses, int]:
     return responses, empty
 
 
-def explained_variance_after(policy: PreTrainedModel, value_head: nn.Linear, responses: Responses, settings: Settings) -> float:
+def explained_variance_after(
+    policy: PreTrainedModel, value_head: nn.Linear, responses: Responses, settings: Settings
+) -> float:
     """Return the explained variance of the returns by the updated critic, on the responses it was trained on."""
 
     def compute(batch: Batch) -> list[Tensor]:
@@ -70,7 +72,8 @@ def policy_card(iteration: str, prev: str, inputs: dict[str, str], params: PpoUp
     lines = [
         f"# Policy of iteration {iteration}",
         "",
-        f"PPO update of iteration {prev}'s policy. A plain Hugging Face checkpoint; value head and optimiser state stand",
+        f"PPO update of iteration {prev}'s policy. A plain Hugging Face checkpoint; value head and"
+        f" optimiser state stand",
         f"beside it in `critic/{iteration}` and `optimizer/{iteration}`.",
         "",
         "| made from | SHA-256 |",

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,9 @@ def freeze_lowest(model: PreTrainedModel, layers: int) -> None:
     stacks = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
     stack = max(stacks, key=len, default=None)
     if stack is None or layers > len(stack):
-        raise ConfigError(f"train_rm.frozen_layers is {layers}, but the model has {0 if stack is None else len(stack)} layers")
+        raise ConfigError(
+            f"train_rm.frozen_layers is {layers}, but the model has {0 if stack is None else len(stack)} layers"
+        )
     for module in (model.get_input_embeddings(), *stack[:layers]):
         module.requires_grad_(False)
 
@@ -177,7 +180,7 @@ def scores(
         return list(sequence_scores(model, batch, precision=precision))
 
     def of(responses: list[list[int]]) -> np.ndarray:
-        options = {"max_batch_tokens": max_batch_tokens, "pad_id": pad_id, "device": model.device, "progress": progress}
+        options: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "pad_id": pad_id, "device": model.device, "progress": progress}
         return np.array([float(score) for score in for_all_rows(compute, pairs.prompt_ids, responses, **options)])
 
     return of(pairs.chosen_ids), of(pairs.rejected_ids)

@@ -23,7 +23,14 @@ from stages import advantages, base_model, ppo_update, score, train_rm
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [1, 3, 89, 70, 4, 3, 69]
-RESPONSES = [[80, 81, 2], [82, 83, 84, 85], [], [86, 4], [87, 88, 89, 90, 91, 2], [92]]  # two end themselves, one is empty
+RESPONSES = [
+    [80, 81, 2],
+    [82, 83, 84, 85],
+    [],
+    [86, 4],
+    [87, 88, 89, 90, 91, 2],
+    [92],
+]  # two end themselves, one is empty
 
 
 @pytest.fixture
@@ -214,9 +221,10 @@ def test_a_crash_between_passes_costs_only_the_pass_that_was_running(project, mo
     def killed(self, directory):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(Passes, "reward_model", killed)
-        stage(score, patched, "1", "0")
+        with pytest.raises(KeyboardInterrupt):
+            stage(score, patched, "1", "0")
     with monkeypatch.context() as patched:
         patched.setattr("rlhf_core.reward.passes.load_causal_lm", lambda *a, **k: pytest.fail("the pass ran again"))
         stage(score, patched, "1", "0")

@@ -183,7 +183,7 @@ def classifier() -> LlamaForSequenceClassification:
 
 
 def test_the_score_is_read_at_the_last_real_token_when_pad_is_eos():
-    # Ids 5 6 2 7 2 with two pads of id 2 behind: position 4, not 1 (before the first 2) and not 3 (last id that is not 2).
+    # Ids 5 6 2 7 2, then two pads of id 2: position 4, not 1 (before the first 2), not 3 (last id that is not 2).
     model = classifier()
     batch = collate([[5, 6], [5] * 5], [[2, 7, 2], [6, 6]], [0, 1], pad_id=2, device=CPU)
     hidden = model.model(torch.tensor([[5, 6, 2, 7, 2]])).last_hidden_state[0]
@@ -197,7 +197,10 @@ def test_the_score_is_read_at_the_last_real_token_when_pad_is_eos():
 def test_scores_do_not_depend_on_batch_size_or_order(max_batch_tokens):
     model = classifier()
     prompts, responses = [[5], [6, 7], [8] * 4], [[], [9, 2], [10] * 5]
-    alone = [sequence_scores(model, collate(prompts, responses, [row], pad_id=2, device=CPU), precision="float32") for row in range(3)]
+    alone = [
+        sequence_scores(model, collate(prompts, responses, [row], pad_id=2, device=CPU), precision="float32")
+        for row in range(3)
+    ]
     for order in ([0, 1, 2], [2, 0, 1]):
         found = for_all_rows(
             lambda batch: list(sequence_scores(model, batch, precision="float32")),

@@ -1,6 +1,7 @@
-"""The PPO update on a tiny model: first ratio, independence of the split, optimiser state, schedule, non-finite input."""
+"""The PPO update on a tiny model: first ratio, independence of the split, optimiser state, schedule, bad input."""
 
 import copy
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ def scored(model, head) -> Responses:
     """Responses with logprobs and values of this very model, and made-up advantages of mean 0."""
     batch = collate(PROMPTS, RESPONSES, range(4), pad_id=0, device=CPU)
     with torch.no_grad():
-        found = token_outputs(model, batch, temperature=0.7, logits_chunk_tokens=8, precision="float32", value_head=head)
+        found = token_outputs(
+            model, batch, temperature=0.7, logits_chunk_tokens=8, precision="float32", value_head=head
+        )
     lengths = np.cumsum([len(response) for response in RESPONSES])[:-1]
     advantages = np.random.default_rng(0).normal(size=11).astype(np.float32)
     advantages -= advantages.mean()
@@ -150,7 +153,7 @@ def test_schedules_continue_where_the_last_iteration_stopped(name, first_step, e
 def test_every_epoch_visits_every_row_once_in_its_own_order():
     batches = list(minibatches(10, ppo_epochs=2, minibatch_size=4, seed=3))
     assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
-    first, second = sum(batches[:3], []), sum(batches[3:], [])
+    first, second = [*chain(*batches[:3])], [*chain(*batches[3:])]
     assert batches[0] != batches[3]
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
     assert batches == list(minibatches(10, ppo_epochs=2, minibatch_size=4, seed=3))

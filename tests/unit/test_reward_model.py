@@ -30,7 +30,7 @@ QUIET = {"max_batch_tokens": 64, "precision": "float32", "pad_id": 0}
 def pairs() -> Pairs:
     """The preferred response always holds token 90 and the other one token 91."""
     rng = np.random.default_rng(0)
-    noise = lambda: rng.integers(70, 89, rng.integers(1, 4)).tolist()  # noqa: E731
+    noise = lambda: rng.integers(70, 89, rng.integers(1, 4)).tolist()
     rows = [([1, *noise()], [*noise(), 90, *noise(), 2], [*noise(), 91, *noise(), 2]) for _ in range(64)]
     prompts, chosen, rejected = (list(column) for column in zip(*rows, strict=True))
     return Pairs([f"q{i}" for i in range(64)], prompts, chosen, rejected, 0)
@@ -48,7 +48,9 @@ def test_gradient_of_a_batch_of_pairs_does_not_depend_on_the_split(tiny_dir):
     gradients = []
     for max_batch_tokens in (1, 40, 10_000):
         model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
-        loss = _accumulate(model, pairs(), list(range(7)), max_batch_tokens=max_batch_tokens, precision="float32", pad_id=0)
+        loss = _accumulate(
+            model, pairs(), list(range(7)), max_batch_tokens=max_batch_tokens, precision="float32", pad_id=0
+        )
         gradients.append((loss, torch.cat([p.grad.flatten() for p in model.parameters()])))
     for loss, gradient in gradients[:2]:
         assert loss == pytest.approx(gradients[2][0], abs=1e-6)
@@ -173,7 +175,7 @@ def test_an_architecture_that_caps_its_logits_is_refused(tmp_path):
         vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.5, initializer_range=0.5,
     )  # fmt: skip
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM.*soft-capping"):
+    with pytest.raises(ModelError, match=r"Gemma2ForCausalLM.*soft-capping"):
         check_head(Gemma2ForCausalLM(config).eval())
 
 
