@@ -44,7 +44,7 @@ class ComputeParams(_Section):
 class SamplingParams(_Section):
     """How vLLM samples."""
 
-    temperature: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+    temperature: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)]
     max_new_tokens: Count
     dtype: Literal["float32", "bfloat16", "float16"]
     max_model_len: Annotated[int, Field(ge=2)]
@@ -169,6 +169,14 @@ class EvaluateParams(_Section):
     max_prompts: Count | None
     samples_per_prompt: Count
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _not_nearly_greedy(self) -> "EvaluateParams":
+        if 0 < self.temperature < 0.01:
+            raise ValueError(
+                f"temperature is {self.temperature}: expected 0 (greedy) or 0.01 to 10; vLLM changes what lies between"
+            )
+        return self
 
 
 class Params(_Section):

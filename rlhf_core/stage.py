@@ -140,11 +140,3 @@ def _code_hash() -> str:
     for path in sorted([*root.rglob("*.py"), *(root.parent / "stages").glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def code_fingerprint(*modules: Any) -> str:
-    """Return a hash of the source files of these modules, for work_directory."""
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update(Path(module.__file__).read_bytes())
-    return digest.hexdigest()

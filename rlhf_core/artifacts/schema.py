@@ -32,7 +32,7 @@ PREFERENCES = pa.schema(
         ("prompt", pa.string()),  # rendered
         ("prompt_ids", _IDS),
         ("responses", pa.list_(pa.string())),  # two or more
-        ("response_ids", pa.list_(_IDS)),  # one list per response, closed by an EOS id
+        ("response_ids", pa.list_(_IDS)),  # one list per response, closed by an EOS id unless cut at max_pair_tokens
         ("ranks", _IDS),  # one per response, 0 = best, ties allowed
         ("margin", pa.float32()),  # label strength in the labeller's units; null if unknown
         ("source", pa.string()),
@@ -62,7 +62,7 @@ _SCORED = [
 ]
 
 _ADVANTAGES = [
-    ("rewards", _FLOATS),  # [T], -kl_coef * KL, plus the score at the last token
+    ("rewards", _FLOATS),  # [T], -kl_coef * KL, plus the score at the last token; scaled when whiten_rewards
     ("advantages", _FLOATS),  # [T], whitened when whiten_advantages
     ("returns", _FLOATS),  # [T], advantages before whitening plus values
 ]

@@ -180,7 +180,12 @@ def scores(
         return list(sequence_scores(model, batch, precision=precision))
 
     def of(responses: list[list[int]]) -> np.ndarray:
-        options: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "pad_id": pad_id, "device": model.device, "progress": progress}
+        options: dict[str, Any] = {
+            "max_batch_tokens": max_batch_tokens,
+            "pad_id": pad_id,
+            "device": model.device,
+            "progress": progress,
+        }
         return np.array([float(score) for score in for_all_rows(compute, pairs.prompt_ids, responses, **options)])
 
     return of(pairs.chosen_ids), of(pairs.rejected_ids)

@@ -108,7 +108,7 @@ def test_wrong_type(tmp_path: Path, section: str, key: str, value: str, words: l
     [
         ("advantages", "gae_lambda", "1.5", ["advantages.gae_lambda", "1.5", "less than or equal to 1"]),
         ("advantages", "gamma", "-0.1", ["advantages.gamma", "-0.1", "greater than or equal to 0"]),
-        ("sampling", "temperature", "0.0", ["sampling.temperature", "0.0", "greater than 0"]),
+        ("sampling", "temperature", "0.0", ["sampling.temperature", "0.0", "greater than or equal to 0.01"]),
         ("ppo_update", "clip_range", "1", ["ppo_update.clip_range", "1", "less than 1"]),
         ("ppo_update", "adam_betas", "[0.9, 1.0]", ["ppo_update.adam_betas.1", "1.0", "less than 1"]),
         ("ppo_update", "adam_betas", "[0.9]", ["ppo_update.adam_betas", "at least 2"]),

@@ -12,13 +12,11 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from rlhf_core import errors, seeding
 from rlhf_core.errors import RlhfError
-from rlhf_core.stage import code_fingerprint, exclusive, publish, work_directory, work_root, write_json
+from rlhf_core.stage import exclusive, publish, work_directory, work_root, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,19 +158,6 @@ def test_json_refuses_what_is_not_json_and_keeps_the_old_file(tmp_path: Path, va
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "x.json", {"a": value})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
-
-
-def test_code_fingerprint_follows_the_source(tmp_path: Path) -> None:
-    def module(text: str) -> ModuleType:
-        path = tmp_path / "m.py"
-        path.write_text(text)
-        made = ModuleType("m")
-        made.__file__ = str(path)
-        return made
-
-    assert code_fingerprint(module("a = 1\n")) == code_fingerprint(module("a = 1\n"))
-    assert code_fingerprint(module("a = 1\n")) != code_fingerprint(module("a = 2\n"))
-    assert code_fingerprint(errors, seeding) != code_fingerprint(seeding, errors)
 
 
 def run_stage(body: str) -> tuple[int, str]:
