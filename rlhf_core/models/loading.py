@@ -73,9 +73,9 @@ def fetch_base_model(
         model, tokenizer = _load_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     if type(model).__module__.startswith("transformers_modules"):
         raise ModelError(
-            f"{source}: its architecture ({type(model).__name__}) is Python from the model repository, which every later"
-            " stage and vLLM would have to run again; only architectures that transformers itself has are supported."
-            " trust_remote_code is for a tokenizer or configuration that needs code once"
+            f"{source}: its architecture ({type(model).__name__}) is Python from the model repository, which every"
+            " later stage and vLLM would have to run again; only architectures that transformers itself has are"
+            " supported. trust_remote_code is for a tokenizer or configuration that needs code once"
         )
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.weight.shape[0]
