@@ -165,6 +165,7 @@ class Sampler:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         for name in ("vllm", "vllm.triton_utils.importing", "torch._library.triton"):
             logging.getLogger(name).setLevel(logging.ERROR)
+        _hide_llvmlite_from_vllm()
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -314,6 +315,18 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
     # It would overrule kv_cache_gib, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def _hide_llvmlite_from_vllm() -> None:
+    """Let vLLM start in a process that has loaded numba.
+
+    vLLM 0.32 looks into every object of every loaded module with vars(); llvmlite's stand-in for its C library answers
+    any attribute with a function, so vars() returns no dict and the engine's start fails. Here it is given one.
+    """
+    module = sys.modules.get("llvmlite.binding.ffi")
+    table = getattr(getattr(module, "lib", None), "_fntab", None)
+    if isinstance(table, dict):
+        table["__dict__"] = {}
 
 
 def _preload_libraries() -> list[str]:

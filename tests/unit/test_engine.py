@@ -246,7 +246,10 @@ def model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampler(model: Path) -> Sampler:
-    """One running engine for all tests of this file."""
+    """One running engine for all tests of this file, started after numba, which vLLM alone does not survive."""
+    import numba
+
+    assert numba.__version__
     return Sampler(
         model,
         dtype="float32",
