@@ -218,8 +218,9 @@ def test_stage_dies_when_its_parent_is_killed() -> None:
     try:
         assert alive(child)
         parent.send_signal(signal.SIGKILL)
-        parent.communicate()
+        parent.wait()
         assert wait_for(lambda: not alive(child))
     finally:
         if alive(child):
             os.kill(child, signal.SIGKILL)
+        parent.communicate()
