@@ -202,13 +202,31 @@ def write_command():
 
 
 def configure_dvc():
-    """Keep DVC's memo of file hashes in the project; its default place is lost with a container."""
+    """Set what depends on this machine, in .dvc/config.local.
+
+    DVC's memo of file hashes is kept in the project; its default place is lost with a container. Where the disk has no
+    reflinks, hard links come first: DVC would otherwise keep every checkpoint twice. They are safe because no stage
+    writes into a finished file.
+    """
     settings = [("core.site_cache_dir", str(ROOT / ".dvc" / "tmp" / "site-cache"))]
+    if not has_reflinks(ROOT / ".dvc" / "tmp"):
+        settings.append(("cache.type", "hardlink,copy"))
     if not (ROOT / ".git").exists():
         settings.append(("core.no_scm", "true"))  # an unpacked archive: everything works but diffs and experiments
     for name, value in settings:
         command = [str(VENV / "bin" / "dvc"), "config", "--quiet", "--local", name, value]
         subprocess.run(command, check=True, cwd=str(ROOT), env=clean_environment())
+
+
+def has_reflinks(directory):
+    """Tell whether the disk of a directory can copy a file by reference."""
+    source, target = directory / ".reflink-source", directory / ".reflink-target"
+    source.write_text("x")
+    copied = subprocess.run(["cp", "--reflink=always", str(source), str(target)], stderr=subprocess.DEVNULL)
+    for path in (source, target):
+        if path.exists():
+            path.unlink()
+    return copied.returncode == 0
 
 
 if __name__ == "__main__":

@@ -55,7 +55,12 @@ def make_project(directory: Path, model: Path) -> Path:
     run(directory, "git", "init", "--quiet")
     run(directory, "git", "add", "--all")
     run(directory, "git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "--message", "Start")
-    run(directory, "dvc", "config", "--quiet", "--local", "core.site_cache_dir", str(directory / ".dvc/tmp/site-cache"))
+    # As tools/setup.py does on a disk without reflinks: what is written in place would then corrupt the cache.
+    for name, value in (
+        ("core.site_cache_dir", str(directory / ".dvc/tmp/site-cache")),
+        ("cache.type", "hardlink,copy"),
+    ):
+        run(directory, "dvc", "config", "--quiet", "--local", name, value)
     return directory
 
 

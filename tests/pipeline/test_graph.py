@@ -4,6 +4,7 @@ interrupted run ends like an uninterrupted one.
 The tests are steps of one story in one copy of the project: each starts where the one before ended.
 """
 
+import hashlib
 import signal
 import subprocess
 import time
@@ -50,6 +51,10 @@ def test_second_run_runs_nothing(first: tuple[Repro, dict[str, str]], project: P
     again = repro(project)
     assert (again.ran, again.restored) == ([], [])
     assert sorted(again.unchanged) == sorted(first[0].ran)
+
+
+def test_checkpoints_are_on_disk_once(first: tuple[Repro, dict[str, str]], project: Path) -> None:
+    assert (project / "data/checkpoints/policy/1/model.safetensors").stat().st_nlink == 2  # here and in DVC's cache
 
 
 def test_git_sees_metrics_and_the_lock_but_no_artifacts(first: tuple[Repro, dict[str, str]], project: Path) -> None:
@@ -145,3 +150,12 @@ def test_killed_run_leaves_no_orphan_and_ends_with_the_same_bytes(
     assert "shards that were finished before" in again.output
     assert hashes(copy, *RESULTS) == first[1]
     assert sorted(path.name for path in (copy / ".work").rglob("*.parquet")) == []
+
+
+def test_nothing_wrote_through_a_link_into_the_cache(project: Path) -> None:
+    # The last step: every object in the cache still has the hash that is its name.
+    objects = [path for path in (project / ".dvc/cache/files/md5").glob("*/*") if path.suffix != ".dir"]
+    assert len(objects) > 30
+    assert [
+        path for path in objects if hashlib.md5(path.read_bytes()).hexdigest() != path.parent.name + path.name
+    ] == []

@@ -142,6 +142,11 @@ def test_settings_that_lead_pip_elsewhere_are_left_out(monkeypatch: pytest.Monke
     assert found["PIP_INDEX_URL"] == "kept"
 
 
+def test_disk_is_probed_without_leaving_files(tmp_path: Path) -> None:
+    assert setup.has_reflinks(tmp_path) in (True, False)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["cpu", "gpu", "dev"])
 def test_locks_pin_everything_once_and_name_no_index(name: str) -> None:
     lines = (ROOT / f"requirements/{name}.txt").read_text(encoding="utf-8").splitlines()
