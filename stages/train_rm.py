@@ -16,7 +16,7 @@ from rlhf_core.models.loading import local_directory, new_classifier, save_like,
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
-from rlhf_core.training.reward_model import Pairs, evaluate, expand_ranks, freeze_lowest, scores, train
+from rlhf_core.training.reward_model import Pairs, expand_ranks, freeze_lowest, ranking, scores, train
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
 METRICS = Path("data/metrics/train_rm.json")
@@ -58,12 +58,14 @@ def main() -> None:
             seed=seed,
             progress=lambda loss: show(bar, loss),
         )
-    with tqdm(total=2 * len(held_out.pair_ids), desc="held-out", unit="response") as bar:
-        metrics = evaluate(model, held_out, **shared, progress=bar.update)
-    with tqdm(total=2 * len(pairs.pair_ids), desc="normalisation", unit="response") as bar:
-        mean, std = mean_and_std(np.concatenate(scores(model, pairs, **shared, progress=bar.update)))
-    metrics |= {"train/score_mean": mean, "train/score_std": std}
+    measured = held_out if held_out.pair_ids else pairs
+    with tqdm(total=2 * len(measured.pair_ids), desc="held-out", unit="response") as bar:
+        chosen, rejected = scores(model, measured, **shared, progress=bar.update)
+    metrics = ranking(held_out, chosen, rejected)
+    mean, std = mean_and_std(np.concatenate([chosen, rejected]))
     metrics |= {
+        "eval/score_mean": mean,
+        "eval/score_std": std,
         "eval/ties_in_data": held_out.ties,
         "train/loss": loss,
         "train/pairs": len(pairs.pair_ids),
@@ -72,7 +74,7 @@ def main() -> None:
     data = f"{len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)})"
     card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {data}.\n"
     save_like(model, source, work / "model", card=card)
-    save_normalisation(work / "model", mean=mean, std=std, measured_on="both responses of all training pairs")
+    save_normalisation(work / "model", mean=mean, std=std, measured_on=f"both responses of {len(measured.pair_ids)} pairs")
     publish(work / "model", OUT)
     write_json(METRICS, metrics)
 

@@ -191,26 +191,19 @@ def scores(
     return of(pairs.chosen_ids), of(pairs.rejected_ids)
 
 
-def evaluate(
-    model: PreTrainedModel,
-    pairs: Pairs,
-    *,
-    max_batch_tokens: int,
-    precision: str,
-    pad_id: int,
-    progress: Callable[[int], None],
-) -> dict[str, float]:
-    """Return how a reward model ranks pairs, names as in docs/metrics.md; empty for no pairs."""
+def ranking(pairs: Pairs, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Return how scores rank pairs, names as in docs/metrics.md; empty for no pairs.
+
+    Args:
+        pairs: [B].
+        chosen: [B], raw scores of the preferred responses.
+        rejected: [B], raw scores of the others.
+    """
     if not pairs.pair_ids:
         return {}
-    chosen, rejected = scores(
-        model, pairs, max_batch_tokens=max_batch_tokens, precision=precision, pad_id=pad_id, progress=progress
-    )
-    loss = float(np.mean(np.logaddexp(0.0, rejected - chosen)))
-    found = pair_statistics(chosen, rejected)
     return {
-        **{f"eval/{name}": value for name, value in found.items()},
-        "eval/loss": loss,
+        **{f"eval/{name}": value for name, value in pair_statistics(chosen, rejected).items()},
+        "eval/loss": float(np.mean(np.logaddexp(0.0, rejected - chosen))),
         "eval/calibration_error": calibration_error(chosen - rejected),
         "eval/length_baseline_accuracy": length_baseline(pairs),
         "eval/pairs": len(pairs.pair_ids),

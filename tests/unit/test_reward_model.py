@@ -16,10 +16,11 @@ from rlhf_core.training.reward_model import (
     Pairs,
     _accumulate,
     calibration_error,
-    evaluate,
     expand_ranks,
     freeze_lowest,
     length_baseline,
+    ranking,
+    scores,
     train,
 )
 
@@ -36,11 +37,15 @@ def pairs() -> Pairs:
     return Pairs([f"q{i}" for i in range(64)], prompts, chosen, rejected, 0)
 
 
+def evaluate(model) -> dict[str, float]:
+    return ranking(pairs(), *scores(model, pairs(), **QUIET, progress=lambda rows: None))
+
+
 def test_learns_what_the_pairs_have_in_common(tiny_dir):
     model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
     options = dict(learning_rate=1e-3, weight_decay=0.0, warmup_fraction=0.1, epochs=4, batch_size=8, max_grad_norm=1.0)
     train(model, pairs(), **options, **QUIET, seed=1, progress=lambda loss: None)
-    found = evaluate(model, pairs(), **QUIET, progress=lambda rows: None)
+    found = evaluate(model)
     assert found["eval/accuracy"] > 0.95 and found["eval/margin_mean"] > 1 and found["eval/pairs"] == 64
 
 
@@ -60,12 +65,12 @@ def test_gradient_of_a_batch_of_pairs_does_not_depend_on_the_split(tiny_dir):
 def test_save_and_load_keep_every_score(tiny_dir, tmp_path):
     model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
     model.config.pad_token_id = 0
-    before = evaluate(model, pairs(), **QUIET, progress=lambda rows: None)
+    before = evaluate(model)
     save_like(model, tiny_dir, tmp_path, card="x")
     for torch_seed in (1, 2):
         torch.manual_seed(torch_seed)
         again = load_classifier(tmp_path, device=CPU, precision="float32")
-        assert evaluate(again, pairs(), **QUIET, progress=lambda rows: None) == before
+        assert evaluate(again) == before
 
 
 def test_a_plain_language_model_is_no_reward_model(tiny_dir):
