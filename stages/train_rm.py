@@ -74,7 +74,8 @@ def main() -> None:
     data = f"{len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)})"
     card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {data}.\n"
     save_like(model, source, work / "model", card=card)
-    save_normalisation(work / "model", mean=mean, std=std, measured_on=f"both responses of {len(measured.pair_ids)} pairs")
+    named = f"both responses of {len(measured.pair_ids)} {'held-out' if held_out.pair_ids else 'training'} pairs"
+    save_normalisation(work / "model", mean=mean, std=std, measured_on=named)
     publish(work / "model", OUT)
     write_json(METRICS, metrics)
 
