@@ -25,7 +25,7 @@ UNFINISHED = VENV / ".setup-unfinished"
 OLDEST = (3, 11)
 PREFERRED = "python3.11"  # the version that the locks were run with
 OTHERS = ("python3.12", "python3.13")
-FREE_GB = {"cpu": 8, "gpu": 30}
+FREE_GB = {"cpu": 10, "gpu": 30}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 

@@ -42,7 +42,7 @@ def test_new_python_is_used_as_it_is(version: tuple[int, int]) -> None:
     setup.use_new_enough_python(version, fixed=True)
 
 
-@pytest.mark.parametrize("accel, free, enough", [("cpu", 7.9, False), ("cpu", 8.1, True), ("gpu", 8.1, False)])
+@pytest.mark.parametrize("accel, free, enough", [("cpu", 9.9, False), ("cpu", 10.1, True), ("gpu", 10.1, False)])
 def test_disk(accel: str, free: float, enough: bool) -> None:
     if enough:
         setup.check_disk(free * 1e9, accel)
