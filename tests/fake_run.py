@@ -41,6 +41,13 @@ def tokenizer() -> Tokenizer:
     return made
 
 
+def three_iterations() -> str:
+    """The shipped iterations.yaml, comments included, with three iterations however many it ships with."""
+    head, mark, _ = (PROJECT / "iterations.yaml").read_text().partition("iterations:\n")
+    entry = '  "{}": {{prev: "{}", rollout: {{}}, score: {{}}, advantages: {{}}, ppo_update: {{}}}}\n'
+    return head + mark + "".join(entry.format(step, step - 1) for step in (1, 2, 3))
+
+
 def build(
     root: Path, *, prompts: int = 12, samples: int = 2, overrides: dict[str, dict[str, Any]] | None = None
 ) -> Path:
@@ -53,8 +60,8 @@ def build(
         overrides: Stage and iteration, such as "score/3", -> metrics that replace the made-up ones.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for name in ("params.yaml", "iterations.yaml"):
-        shutil.copy(PROJECT / name, root / name)
+    shutil.copy(PROJECT / "params.yaml", root / "params.yaml")
+    (root / "iterations.yaml").write_text(three_iterations())
     directory = root / "data/checkpoints/policy/0"
     directory.mkdir(parents=True)
     words = tokenizer()

@@ -20,7 +20,7 @@ from rlhf_core.config import load_run
 from rlhf_core.errors import RlhfError
 from rlhf_core.report import doctor
 from stages import report
-from tests.fake_run import build
+from tests.fake_run import build, three_iterations
 
 PROJECT = Path(__file__).parents[2]
 
@@ -28,8 +28,8 @@ PROJECT = Path(__file__).parents[2]
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The configuration files alone, in the current directory."""
-    for name in ("params.yaml", "iterations.yaml"):
-        (tmp_path / name).write_text((PROJECT / name).read_text())
+    (tmp_path / "params.yaml").write_text((PROJECT / "params.yaml").read_text())
+    (tmp_path / "iterations.yaml").write_text(three_iterations())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
