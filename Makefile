@@ -31,7 +31,7 @@ demo: setup
 	python -m rlhf_core.report.table
 
 test: setup-dev
-	python -m pytest -n 2 --dist loadgroup
+	python -m pytest -n 2
 
 lint: setup-dev
 	ruff check .

@@ -1,4 +1,4 @@
-"""One run of the whole graph, shared by the tests of this folder (one xdist group: one worker runs them all)."""
+"""One run of the whole graph, shared by the files of this folder that the same worker runs."""
 
 from pathlib import Path
 

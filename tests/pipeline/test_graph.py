@@ -28,7 +28,7 @@ from tests.pipeline.project import (
     write_rows,
 )
 
-pytestmark = [pytest.mark.xdist_group("pipeline"), pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 ONCE = ["validate", "base_model", "ingest", "train_rm", "evaluate_base", "report"]
 PER_ITERATION = ["rollout", "score", "advantages", "ppo_update", "evaluate"]
@@ -81,8 +81,8 @@ def test_another_lambda_reruns_advantages_and_what_follows(project: Path, first:
 def test_taking_it_back_restores_everything_from_the_cache(project: Path, first: tuple[Repro, dict[str, str]]) -> None:
     change(project, {"advantages": {"gae_lambda": 0.95}})
     again = repro(project)
-    # By its effect, not by DVC's wording: nothing ran, and every file is the first run's again.
     assert again.ran == []
+    assert again.restored == ["validate", "advantages@1", "ppo_update@1", "evaluate@1", "report"]
     assert hashes(project, "data") == {k: v for k, v in first[1].items() if k.startswith("data/")}
 
 
@@ -109,6 +109,7 @@ def test_other_preferences_rerun_the_reward_model_but_not_the_rollouts(project: 
     write_rows(project / "data/raw/preferences.jsonl", preference_rows(PAIRS))
     back = repro(project)
     assert back.ran == []
+    assert back.restored == ["ingest", "train_rm", "score@1"]
     assert hashes(project, "data") == before
 
 

@@ -14,7 +14,7 @@ from tests.docs_runner import Query, queries, run
 from tests.meta.project import ROOT
 from tests.pipeline.project import Repro
 
-pytestmark = [pytest.mark.xdist_group("pipeline"), pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 ROWS = 16  # 8 prompts, 2 samples each
 

@@ -224,9 +224,7 @@ def test_preloading_keeps_process_arguments_and_death_with_the_parent() -> None:
 MAX_MODEL_LEN = 240
 
 
-def real_vllm(test: Any) -> Any:
-    """All in one worker, so that the engine starts once."""
-    return pytest.mark.vllm(pytest.mark.xdist_group("vllm")(test))
+real_vllm = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
