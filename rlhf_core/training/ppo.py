@@ -20,7 +20,7 @@ from rlhf_core.algorithms.diagnostics import policy_diagnostics, value_diagnosti
 from rlhf_core.algorithms.losses import policy_loss, value_loss
 from rlhf_core.errors import NumericError, RowMismatch
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
-from rlhf_core.models.forward import token_outputs
+from rlhf_core.models.forward import TokenOutputs, token_outputs
 from rlhf_core.training.optimizer import clip_and_step
 
 logger = logging.getLogger("rlhf")
@@ -180,11 +180,10 @@ def _accumulate(
     }
 
 
-def _micro_batch(
-    policy: PreTrainedModel, value_head: nn.Linear, responses: Responses, batch: Batch, settings: Settings
-) -> tuple[Tensor, dict[str, float], float]:
-    """The summed (not averaged) loss of one micro-batch, its sums for the metrics, and the largest |ratio - 1|."""
-    device = batch.input_ids.device
+def outputs_and_values(
+    policy: PreTrainedModel, value_head: nn.Linear, batch: Batch, settings: Settings
+) -> tuple[TokenOutputs, Tensor]:
+    """Return what token_outputs gives for a batch, and its values [N] float32, which a value head always gives."""
     outputs = token_outputs(
         policy,
         batch,
@@ -194,17 +193,26 @@ def _micro_batch(
         value_head=value_head,
     )
     assert outputs.values is not None
+    return outputs, outputs.values
+
+
+def _micro_batch(
+    policy: PreTrainedModel, value_head: nn.Linear, responses: Responses, batch: Batch, settings: Settings
+) -> tuple[Tensor, dict[str, float], float]:
+    """The summed (not averaged) loss of one micro-batch, its sums for the metrics, and the largest |ratio - 1|."""
+    device = batch.input_ids.device
+    outputs, new_values = outputs_and_values(policy, value_head, batch, settings)
     logprobs, values, advantages, returns = (
         responses.flat(name, batch.rows, device) for name in ("logprobs", "values", "advantages", "returns")
     )
     policy_losses = policy_loss(outputs.logprobs, logprobs, advantages, clip_range=settings.clip_range)
-    value_losses = value_loss(outputs.values, values, returns, value_clip_range=settings.value_clip_range)
+    value_losses = value_loss(new_values, values, returns, value_clip_range=settings.value_clip_range)
     loss = (
         policy_losses.sum() + settings.value_coef * value_losses.sum() - settings.entropy_coef * outputs.entropy.sum()
     )
     real = torch.ones_like(logprobs, dtype=torch.bool)
     found = policy_diagnostics(outputs.logprobs, logprobs, advantages, real, clip_range=settings.clip_range)
-    critic = value_diagnostics(outputs.values, values, returns, real, value_clip_range=settings.value_clip_range)
+    critic = value_diagnostics(new_values, values, returns, real, value_clip_range=settings.value_clip_range)
     found |= {
         "policy_loss": policy_losses.detach().sum(),
         "value_loss": value_losses.detach().sum(),

@@ -11,8 +11,8 @@ from rlhf_core.algorithms.statistics import explained_variance
 from rlhf_core.artifacts.shards import iter_tables, ragged
 from rlhf_core.config import PpoUpdateParams
 from rlhf_core.models.batching import Batch
-from rlhf_core.models.forward import for_all_rows, token_outputs
-from rlhf_core.training.ppo import Responses, Settings
+from rlhf_core.models.forward import for_all_rows
+from rlhf_core.training.ppo import Responses, Settings, outputs_and_values
 
 _FLOATS = ("logprobs", "values", "advantages", "returns")
 
@@ -44,16 +44,7 @@ def explained_variance_after(
     """Return the explained variance of the returns by the updated critic, on the responses it was trained on."""
 
     def compute(batch: Batch) -> list[Tensor]:
-        outputs = token_outputs(
-            policy,
-            batch,
-            temperature=settings.temperature,
-            logits_chunk_tokens=settings.logits_chunk_tokens,
-            precision=settings.precision,
-            value_head=value_head,
-        )
-        assert outputs.values is not None
-        return list(outputs.values.split(batch.lengths))
+        return list(outputs_and_values(policy, value_head, batch, settings)[1].split(batch.lengths))
 
     values = for_all_rows(
         compute,
