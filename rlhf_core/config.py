@@ -20,6 +20,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 Text = Annotated[str, Field(min_length=1)]
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -107,6 +108,8 @@ class TrainRmParams(_Section):
     batch_size: Count
     frozen_layers: CountOrZero
     max_grad_norm: Positive
+    adam_betas: Betas
+    adam_eps: Positive
 
 
 class RolloutParams(_Section):
@@ -145,7 +148,7 @@ class PpoUpdateParams(_Section):
     lr_schedule: Literal["constant", "linear", "cosine"]
     schedule_steps: Count
     warmup_steps: CountOrZero
-    adam_betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    adam_betas: Betas
     adam_eps: Positive
     weight_decay: NonNegative
     max_grad_norm: Positive

@@ -25,7 +25,6 @@ from rlhf_core.training.ppo import minibatches
 logger = logging.getLogger("rlhf")
 
 _CALIBRATION_BINS = 10  # the usual number for the expected calibration error
-_ADAM_BETAS, _ADAM_EPS = (0.9, 0.999), 1e-8
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,8 @@ def train(
     epochs: int,
     batch_size: int,
     max_grad_norm: float,
+    adam_betas: Sequence[float],
+    adam_eps: float,
     max_batch_tokens: int,
     precision: str,
     pad_id: int,
@@ -118,6 +119,8 @@ def train(
         epochs: Passes over the pairs.
         batch_size: Pairs per optimiser step.
         max_grad_norm: Global 2-norm.
+        adam_betas: Decay of the first and second moments.
+        adam_eps: Added to the root of the second moment.
         max_batch_tokens: Padded tokens of one forward pass.
         precision: compute.precision.
         pad_id: For padding.
@@ -128,7 +131,7 @@ def train(
         NumericError: If a loss or gradient is not finite.
     """
     named = trainable(model, "reward_model")
-    optimizer = adamw([(named, learning_rate)], betas=_ADAM_BETAS, eps=_ADAM_EPS, weight_decay=weight_decay)
+    optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay)
     batches = list(minibatches(len(pairs.pair_ids), ppo_epochs=epochs, minibatch_size=batch_size, seed=seed))
     warmup = math.ceil(warmup_fraction * len(batches))
     scheduler = schedule(optimizer, name="linear", warmup_steps=warmup, total_steps=len(batches) + 1, first_step=0)

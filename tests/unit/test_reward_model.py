@@ -43,7 +43,16 @@ def evaluate(model) -> dict[str, float]:
 
 def test_learns_what_the_pairs_have_in_common(tiny_dir):
     model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
-    options = dict(learning_rate=1e-3, weight_decay=0.0, warmup_fraction=0.1, epochs=4, batch_size=8, max_grad_norm=1.0)
+    options = dict(
+        learning_rate=1e-3,
+        weight_decay=0.0,
+        warmup_fraction=0.1,
+        epochs=4,
+        batch_size=8,
+        max_grad_norm=1.0,
+        adam_betas=(0.9, 0.999),
+        adam_eps=1e-8,
+    )
     train(model, pairs(), **options, **QUIET, seed=1, progress=lambda loss: None)
     found = evaluate(model)
     assert found["eval/accuracy"] > 0.95 and found["eval/margin_mean"] > 1 and found["eval/pairs"] == 64
