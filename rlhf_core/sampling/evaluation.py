@@ -38,7 +38,7 @@ def sample_held_out(
         samples_per_prompt: Responses per prompt.
         temperature: 0 = greedy.
         max_new_tokens: Tokens, EOS included.
-        seed: Of the engine; samples are seeded by it, the iteration and the shard.
+        seed: Of the engine; samples are seeded by it and the shard, so that every iteration draws with the same seeds.
         engine: The other arguments of Sampler.
 
     Raises:

@@ -18,6 +18,8 @@ from stages import base_model
 
 TEMPERATURE = 0.7
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

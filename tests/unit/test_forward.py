@@ -211,7 +211,7 @@ def test_scores_do_not_depend_on_batch_size_or_order(max_batch_tokens):
             device=CPU,
             progress=lambda rows: None,
         )
-        assert np.allclose([float(score) for score in found], [float(alone[row]) for row in order], atol=1e-5)
+        assert np.allclose([float(score) for score in found], [alone[row].item() for row in order], atol=1e-5)
 
 
 def test_batches_hold_every_row_once_within_the_budget():
