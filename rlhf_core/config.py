@@ -27,6 +27,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 ITERATION_SECTIONS = ("rollout", "score", "advantages", "ppo_update")
 BASE_ITERATION = "0"
+NEED_CRITIC = ("gae", "reward_minus_value")
+NEED_GROUPS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 
 
 class _Section(BaseModel):
@@ -40,6 +42,7 @@ class ComputeParams(_Section):
     precision: Literal["float32", "bf16-autocast", "bfloat16"]
     max_batch_tokens: Count
     logits_chunk_tokens: Count
+    processes: Count
 
 
 class SamplingParams(_Section):
@@ -115,29 +118,80 @@ class TrainRmParams(_Section):
 class RolloutParams(_Section):
     """How many responses an iteration samples."""
 
-    prompts_per_iteration: Count
+    prompts_per_iteration: CountOrZero
     samples_per_prompt: Count
     shard_prompts: Count
 
 
+class CriticParams(_Section):
+    """Which critic the run trains, and what it starts from."""
+
+    kind: Literal["shared", "separate", "none"]
+    init: Text
+
+    @model_validator(mode="after")
+    def _shared_starts_from_the_policy(self) -> "CriticParams":
+        if self.kind != "separate" and self.init != "policy":
+            raise ValueError(
+                f"init is {self.init!r}, but a critic of kind {self.kind} has no backbone of its own to initialise:"
+                " set init to policy, or kind to separate"
+            )
+        return self
+
+
 class ScoreParams(_Section):
-    """Reward sources and the gate on the sampler-trainer mismatch."""
+    """Reward sources, replayed iterations, and the gate on the sampler-trainer mismatch."""
 
     rewards: Annotated[dict[Literal["reward_model", "judge"], Finite], Field(min_length=1)]
+    replay: list[Count]
+    full_kl: bool
     max_mismatch_k3: Positive
+    worst_tokens: CountOrZero
+
+    @model_validator(mode="after")
+    def _each_step_back_once(self) -> "ScoreParams":
+        if len(set(self.replay)) != len(self.replay):
+            raise ValueError(f"replay is {self.replay}: each step back may be listed once")
+        return self
 
 
 class AdvantageParams(_Section):
-    """Token rewards and generalised advantage estimation."""
+    """Reward shaping, the advantage estimator, whitening, and the off-policy correction."""
 
-    kl_coef: NonNegative
-    kl_estimator: Literal["k1", "k2", "k3"]
-    missing_eos_penalty: NonNegative
-    score_clip: Positive | None
+    estimator: Literal[
+        "gae", "reward_minus_value", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ]
     gamma: Probability
     gae_lambda: Probability
+    value_gae_lambda: Probability | None
+    kl_coef: NonNegative
+    kl_estimator: Literal["k1", "k2", "k3", "absolute", "full"]
+    kl_controller: Literal["fixed", "adaptive"]
+    kl_target: Positive
+    kl_horizon: Count
+    score_scaling: Literal["none", "running_std", "running_mean_std"]
+    score_clip: Positive | None
+    missing_eos_penalty: NonNegative
+    missing_eos_mode: Literal["subtract", "replace", "scale"]
+    overlong_buffer: CountOrZero
+    overlong_penalty: NonNegative
     whiten_rewards: bool
     whiten_advantages: bool
+    whitening_variance: Literal["population", "bessel"] | None
+    correction: Literal["none", "truncate", "mask", "reject_sequence"]
+    correction_min: Annotated[float, Field(gt=0, lt=1)]
+    correction_max: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _scale_is_a_share(self) -> "AdvantageParams":
+        if self.missing_eos_mode == "scale" and self.missing_eos_penalty > 1:
+            raise ValueError(
+                f"missing_eos_penalty is {self.missing_eos_penalty}: with missing_eos_mode scale the score is multiplied"
+                " by 1 - missing_eos_penalty, so expected 0 to 1"
+            )
+        if self.kl_controller == "adaptive" and self.kl_coef == 0:
+            raise ValueError("kl_coef is 0: an adaptive controller multiplies it, so it would stay 0; start above 0")
+        return self
 
 
 class PpoUpdateParams(_Section):
@@ -145,6 +199,8 @@ class PpoUpdateParams(_Section):
 
     learning_rate: Positive
     value_head_learning_rate: Positive
+    critic_learning_rate: Positive
+    critic_warmup_iterations: CountOrZero
     lr_schedule: Literal["constant", "linear", "cosine"]
     schedule_steps: Count
     warmup_steps: CountOrZero
@@ -154,10 +210,19 @@ class PpoUpdateParams(_Section):
     max_grad_norm: Positive
     ppo_epochs: Count
     minibatch_size: Count
+    old_logprobs: Literal["trainer", "sampler"]
+    ratio: Literal["token", "sequence"]
     clip_range: Annotated[float, Field(gt=0, lt=1)]
-    value_clip_range: Positive
+    clip_range_high: Positive | None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None
+    value_clip_range: Positive | None
     value_coef: NonNegative
     entropy_coef: NonNegative
+    kl_loss_coef: NonNegative
+    kl_loss_estimator: Literal["k1", "k2", "k3", "absolute"]
+    aggregation: Literal["token_mean", "sequence_mean", "constant"]
+    aggregation_constant: Positive | None
+    target_kl: Positive | None
 
     @model_validator(mode="after")
     def _schedule(self) -> "PpoUpdateParams":
@@ -186,11 +251,13 @@ class Params(_Section):
     """All of params.yaml."""
 
     seed: CountOrZero
+    conventions: Literal["ours", "trl", "verl", "openrlhf"]
     compute: ComputeParams
     sampling: SamplingParams
     base_model: BaseModelParams
     ingest: IngestParams
     train_rm: TrainRmParams
+    critic: CriticParams
     rollout: RolloutParams
     score: ScoreParams
     advantages: AdvantageParams
@@ -216,6 +283,43 @@ class Params(_Section):
             raise ValueError(
                 "score.rewards uses reward_model, but ingest.preferences is null: there is nothing to train it on"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_has_what_it_needs(self) -> "Params":
+        advantages = self.advantages
+        if self.critic.kind == "none" and advantages.estimator in NEED_CRITIC:
+            raise ValueError(
+                f"advantages.estimator is {advantages.estimator}, which needs values, but critic.kind is none"
+            )
+        if self.critic.init == "reward_model" and self.ingest.preferences is None:
+            raise ValueError(
+                "critic.init is reward_model, but ingest.preferences is null: there is nothing to train it on"
+            )
+        if advantages.kl_estimator == "full" and not self.score.full_kl:
+            raise ValueError("advantages.kl_estimator is full, which needs score.full_kl: true")
+        if advantages.estimator in NEED_GROUPS and self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                f"advantages.estimator is {advantages.estimator}, which compares the responses to one prompt, but"
+                " rollout.samples_per_prompt is 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _off_policy(self) -> "Params":
+        correction, sampler = self.advantages.correction, self.ppo_update.old_logprobs == "sampler"
+        if sampler and correction != "none":
+            raise ValueError(
+                f"advantages.correction is {correction}, but ppo_update.old_logprobs is sampler: its ratios already"
+                " start at the sampler's policy; set one of the two to its default"
+            )
+        if self.score.replay and correction == "none" and not sampler:
+            raise ValueError(
+                "score.replay mixes in responses of older policies, which advantages.correction none would treat as"
+                " the current policy's: set advantages.correction to truncate, mask or reject_sequence"
+            )
+        if self.rollout.prompts_per_iteration == 0 and not self.score.replay:
+            raise ValueError("rollout.prompts_per_iteration is 0 and score.replay is empty: nothing to train on")
         return self
 
 

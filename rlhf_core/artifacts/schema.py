@@ -7,7 +7,7 @@ Bump SCHEMA_VERSION when a column changes its name, type or meaning.
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _IDS = pa.list_(pa.int32())
@@ -55,23 +55,47 @@ ROLLOUTS = pa.schema(
     ]
 )
 
-_SCORED = [
-    ("logprobs", _FLOATS),  # [T], nats, the same tokens under the trainer's forward pass of the same policy
+_LOGPROBS = [
+    ("logprobs", _FLOATS),  # [T], nats, the same tokens under the trainer's forward pass of the policy before the update
     ("ref_logprobs", _FLOATS),  # [T], nats, under the reference model
+]
+
+# Only with score.full_kl.
+_FULL_KL = [("full_kl", _FLOATS)]  # [T], nats, KL(policy || reference) over the whole vocabulary, at the sampled state
+
+# Only with a critic.
+_VALUES = [
     ("values", _FLOATS),  # [T], V of the state before each token, reward units
+    ("bootstrap_value", pa.float32()),  # V of the state after the last token, reward units
 ]
 
 _ADVANTAGES = [
-    ("rewards", _FLOATS),  # [T], -kl_coef * KL, plus the score at the last token; scaled when whiten_rewards
+    ("importance_weights", _FLOATS),  # [T], policy before the update / sampler, bounded or 0 by advantages.correction
+    ("rewards", _FLOATS),  # [T], -kl_coef * KL, plus the final score at the last token; scaled when whiten_rewards
     ("advantages", _FLOATS),  # [T], whitened when whiten_advantages
-    ("returns", _FLOATS),  # [T], advantages before whitening plus values
+]
+
+# Only with a critic.
+_RETURNS = [
+    ("returns", _FLOATS),  # [T], what the critic learns: advantages before whitening plus values
+    ("bootstrap_return", pa.float32()),  # the same after the last token, where conventions put the score there; or null
 ]
 
 # Response-aligned list columns: all have the length of response_ids within a row.
-ALIGNED = ("sampler_logprobs", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+ALIGNED = (
+    "sampler_logprobs",
+    "logprobs",
+    "ref_logprobs",
+    "full_kl",
+    "values",
+    "importance_weights",
+    "rewards",
+    "advantages",
+    "returns",
+)
 
-# Columns in which a null says "unknown". Everywhere else a null, at any depth, is refused.
-NULLABLE = ("messages", "ground_truth", "margin", "score_reward_model")
+# Columns in which a null says "unknown" or "none". Everywhere else a null, at any depth, is refused.
+NULLABLE = ("messages", "ground_truth", "margin", "score_reward_model", "bootstrap_return")
 
 
 def score_column(source: str) -> str:
@@ -79,15 +103,23 @@ def score_column(source: str) -> str:
     return f"score_{source}"
 
 
-def scores_schema(sources: list[str]) -> pa.Schema:
-    """Schema of data/scores: rollouts, the forward passes, one column per reward source, and their weighted sum."""
-    extra = [*_SCORED, *((score_column(name), pa.float32()) for name in sources), ("score", pa.float32())]
+def scores_schema(sources: list[str], *, critic: bool = True, full_kl: bool = False) -> pa.Schema:
+    """Schema of data/scores: rollouts, the forward passes, one column per reward source, and their weighted sum.
+
+    Args:
+        sources: Reward sources, in order.
+        critic: Whether there are values.
+        full_kl: Whether there is the full-vocabulary KL.
+    """
+    passes = [*_LOGPROBS, *(_FULL_KL if full_kl else []), *(_VALUES if critic else [])]
+    extra = [*passes, *((score_column(name), pa.float32()) for name in sources), ("score", pa.float32())]
     return pa.schema([*ROLLOUTS, *(pa.field(*field) for field in extra)])
 
 
 def advantages_schema(scores: pa.Schema) -> pa.Schema:
-    """Schema of data/advantages: everything in data/scores and three columns more."""
-    return pa.schema([*scores.remove_metadata(), *(pa.field(*field) for field in _ADVANTAGES)])
+    """Schema of data/advantages: everything in data/scores, the advantages, and returns where there are values."""
+    extra = [*_ADVANTAGES, *(_RETURNS if "values" in scores.names else [])]
+    return pa.schema([*scores.remove_metadata(), *(pa.field(*field) for field in extra)])
 
 
 EVALUATIONS = pa.schema(
@@ -121,5 +153,5 @@ def declared_types(names: list[str]) -> dict[str, pa.DataType]:
 _BY_KEY = {
     "prompt_id": [PROMPTS],
     "pair_id": [PREFERENCES],
-    "sample_id": [EVALUATIONS, pa.schema([pa.field(*field) for field in [*_SCORED, *_ADVANTAGES]])],
+    "sample_id": [EVALUATIONS, pa.schema([pa.field(*field) for field in [*_LOGPROBS, *_FULL_KL, *_VALUES, *_ADVANTAGES, *_RETURNS]])],
 }

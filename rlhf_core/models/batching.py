@@ -21,6 +21,7 @@ class Batch:
     position_ids: Tensor  # [B, S] int64, 0 .. S - 1 in every row
     predictors: Tensor  # [N] int64, flat index into [B * S] of the state before each response token
     targets: Tensor  # [N] int64, the response tokens, row after row
+    ends: Tensor  # [B] int64, flat index into [B * S] of the last real token: the state after the response
     lengths: list[int]  # [B] response tokens of each row; they sum to N
 
 
@@ -49,6 +50,7 @@ def collate(
     attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
     predictors: list[int] = []
     targets: list[int] = []
+    ends: list[int] = []
     for place, row in enumerate(rows):
         prompt, response = prompt_ids[row], response_ids[row]
         total = len(prompt) + len(response)
@@ -57,6 +59,7 @@ def collate(
         first = place * width + len(prompt) - 1
         predictors.extend(range(first, first + len(response)))
         targets.extend(response)
+        ends.append(place * width + total - 1)
     return Batch(
         rows=list(rows),
         input_ids=input_ids.to(device),
@@ -64,6 +67,7 @@ def collate(
         position_ids=torch.arange(width, device=device).expand(len(rows), width),
         predictors=torch.tensor(predictors, dtype=torch.int64, device=device),
         targets=torch.tensor(targets, dtype=torch.int64, device=device),
+        ends=torch.tensor(ends, dtype=torch.int64, device=device),
         lengths=[len(response_ids[row]) for row in rows],
     )
 

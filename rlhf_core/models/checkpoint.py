@@ -10,8 +10,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import first_line, read_json
 from rlhf_core.stage import write_json
 
@@ -30,27 +32,33 @@ def new_value_head(hidden_size: int) -> nn.Linear:
     return head
 
 
-def save_critic(head: nn.Linear, directory: Path) -> None:
-    """Write a shared-backbone critic: the value head that reads the policy's last hidden state."""
+def save_critic(critic: Critic | None, directory: Path) -> None:
+    """Write a critic: its head, its backbone where it has one, and critic.json, which tells its kind; None = none."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, directory / _HEAD
-    )
-    write_json(directory / _CRITIC, {"kind": "shared_backbone", "hidden_size": head.in_features})
+    if critic is None:
+        write_json(directory / _CRITIC, {"kind": "none"})
+        return
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
+    save_file(tensors, directory / _HEAD)
+    write_json(directory / _CRITIC, {"kind": "shared", "hidden_size": critic.head.in_features})
 
 
-def load_critic(directory: Path, *, hidden_size: int, device: torch.device) -> nn.Linear:
-    """Load the value head of a shared-backbone critic.
+def load_critic(directory: Path, *, policy: PreTrainedModel, device: torch.device, precision: str) -> Critic | None:
+    """Load a critic; None where critic.kind is none.
 
     Args:
         directory: Written by save_critic.
-        hidden_size: Of the policy it will read from.
+        policy: Whose trunk a shared critic reads.
         device: Where it goes.
+        precision: compute.precision, of a separate backbone. The head is float32 always.
 
     Raises:
         ModelError: If weights are missing, or the head was trained for another hidden size.
     """
     description = read_json(directory / _CRITIC)
+    if description.get("kind") == "none":
+        return None
+    hidden_size = policy.config.get_text_config().hidden_size
     if description.get("hidden_size") != hidden_size:
         raise ModelError(
             f"{directory}: value head for hidden size {description.get('hidden_size')}, but the policy"
@@ -62,7 +70,7 @@ def load_critic(directory: Path, *, hidden_size: int, device: torch.device) -> n
     if missing:
         raise ModelError(f"{directory / _HEAD}: lacks {', '.join(missing)}; the value head would be left random")
     head.load_state_dict(weights)
-    return head.to(device)
+    return Critic(head).to(device)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
+from rlhf_core.models.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class TokenOutputs:
 
     logprobs: Tensor  # [N] float32, nats
     entropy: Tensor  # [N] float32, nats, of the full distribution at the state before the token
-    values: Tensor | None  # [N] float32, reward units; None without a value head
+    values: Tensor | None  # [N] float32, reward units, V before each token; None without a critic
+    bootstrap_values: Tensor | None  # [B] float32, V after the last token; None without a critic
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
@@ -38,13 +40,13 @@ def token_outputs(
     temperature: float,
     logits_chunk_tokens: int,
     precision: str,
-    value_head: nn.Linear | None,
+    critic: Critic | None,
 ) -> TokenOutputs:
     """Return logprobs, entropy and values of the batch's response tokens.
 
         logprob_t = log_softmax(logits_t / temperature)[token_t]
         entropy_t = -sum_v p_t(v) log p_t(v),  p_t = softmax(logits_t / temperature)
-        value_t   = value_head(hidden state before token t)
+        value_t   = V(state before token t), bootstrap_value = V(state after the last token)
 
     Args:
         model: A causal language model whose logits are its output embedding of the last hidden state.
@@ -52,14 +54,15 @@ def token_outputs(
         temperature: The sampling temperature; positive.
         logits_chunk_tokens: Rows of full-vocabulary logits that exist at once.
         precision: compute.precision.
-        value_head: Reads the hidden state, in float32; None = no values.
+        critic: Reads the policy's hidden states, or runs its own backbone; None = no values.
 
     Returns:
         Float32 tensors [N]; they carry gradients where gradients are enabled.
     """
     head = model.get_output_embeddings()
     with autocast(batch.input_ids.device, precision):
-        hidden = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
+        states = _hidden_states(model, batch).flatten(0, 1)
+        hidden = states.index_select(0, batch.predictors)
         pieces = []
         for start in range(0, len(batch.targets), logits_chunk_tokens):
             part = slice(start, start + logits_chunk_tokens)
@@ -71,8 +74,30 @@ def token_outputs(
     empty = hidden.new_zeros(0, dtype=torch.float32)
     logprobs = torch.cat([piece[0] for piece in pieces]) if pieces else empty
     entropy = torch.cat([piece[1] for piece in pieces]) if pieces else empty
-    values = None if value_head is None else value_head(hidden.float()).squeeze(-1)
-    return TokenOutputs(logprobs, entropy, values)
+    if critic is None:
+        return TokenOutputs(logprobs, entropy, None, None)
+    values, bootstrap_values = critic_values(critic, batch, states, precision=precision)
+    return TokenOutputs(logprobs, entropy, values, bootstrap_values)
+
+
+def critic_values(
+    critic: Critic, batch: Batch, policy_states: Tensor | None, *, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Return V before every response token, [N], and V after every response, [B]; float32, reward units.
+
+    Args:
+        critic: Shared or separate.
+        batch: From collate.
+        policy_states: [B * S, H], the policy's last hidden states; needed by a shared critic only.
+        precision: compute.precision.
+    """
+    states = policy_states
+    if critic.backbone is not None:
+        with autocast(batch.input_ids.device, precision):
+            states = _hidden_states(critic.backbone, batch).flatten(0, 1)
+    assert states is not None
+    values = critic.values(states.index_select(0, torch.cat([batch.predictors, batch.ends])))
+    return values[: len(batch.predictors)], values[len(batch.predictors) :]
 
 
 def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
