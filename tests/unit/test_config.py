@@ -346,3 +346,60 @@ def test_everything_is_frozen(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="frozen"):
             setattr(owner, name, None)
+
+
+def several(*changes: tuple[str, str, str]) -> str:
+    """params.yaml with several values replaced."""
+    text = PARAMS
+    for section, key, value in changes:
+        text = with_value(section, key, value, text)
+    return text
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ([("critic", "kind", "none")], ["advantages.estimator is gae", "critic.kind is none"]),
+        ([("critic", "init", "reward_model")], ["critic: init is 'reward_model'", "kind to separate"]),
+        ([("critic", "kind", "none"), ("critic", "init", "gpt2"), ("advantages", "estimator", "rloo")], ["critic: init"]),
+        ([("advantages", "kl_estimator", "full")], ["kl_estimator is full", "score.full_kl: true"]),
+        ([("advantages", "estimator", "grpo"), ("rollout", "samples_per_prompt", "1")], ["grpo", "samples_per_prompt"]),
+        ([("score", "replay", "[1]")], ["score.replay", "advantages.correction"]),
+        ([("score", "replay", "[1, 1]")], ["score: replay is [1, 1]", "once"]),
+        ([("score", "replay", "[0]")], ["score.replay.0", "greater than or equal to 1"]),
+        ([("rollout", "prompts_per_iteration", "0")], ["prompts_per_iteration is 0", "nothing to train on"]),
+        (
+            [("ppo_update", "old_logprobs", "sampler"), ("advantages", "correction", "mask")],
+            ["advantages.correction is mask", "old_logprobs is sampler"],
+        ),
+        (
+            [("advantages", "missing_eos_mode", "scale"), ("advantages", "missing_eos_penalty", "1.5")],
+            ["advantages: missing_eos_penalty is 1.5", "0 to 1"],
+        ),
+        ([("advantages", "kl_controller", "adaptive"), ("advantages", "kl_coef", "0.0")], ["kl_coef is 0"]),
+        ([("advantages", "correction_min", "1.0")], ["advantages.correction_min is 1.0", "less than 1"]),
+        ([("advantages", "correction_max", "1.0")], ["advantages.correction_max is 1.0", "greater than 1"]),
+        ([("ppo_update", "dual_clip", "1.0")], ["ppo_update.dual_clip is 1.0", "greater than 1"]),
+    ],
+)
+def test_options_that_contradict_each_other_are_named_together(
+    tmp_path: Path, changes: list[tuple[str, str, str]], words: list[str]
+) -> None:
+    found = one_problem(tmp_path, several(*changes))
+    assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("critic", "kind", "none"), ("advantages", "estimator", "rloo")],
+        [("critic", "kind", "separate"), ("critic", "init", "reward_model")],
+        [("score", "replay", "[1, 2]"), ("advantages", "correction", "truncate")],
+        [("score", "replay", "[1]"), ("ppo_update", "old_logprobs", "sampler")],
+        [("score", "replay", "[1]"), ("advantages", "correction", "mask"), ("rollout", "prompts_per_iteration", "0")],
+        [("score", "full_kl", "true"), ("advantages", "kl_estimator", "full")],
+        [("ppo_update", "value_clip_range", "null"), ("ppo_update", "clip_range_high", "1.5")],
+    ],
+)
+def test_options_that_fit_each_other_are_accepted(tmp_path: Path, changes: list[tuple[str, str, str]]) -> None:
+    assert load(tmp_path, several(*changes)).params.seed == 0
