@@ -55,6 +55,7 @@ class SamplingParams(_Section):
     kv_cache_gib: Positive
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     tensor_parallel_size: Count
+    nonfinite_logprobs: Literal["error", "drop"]
 
 
 class BaseModelParams(_Section):

@@ -33,8 +33,9 @@ def main() -> None:
     ids = [[prompt.prompt_id for prompt in shard] for shard in shards]
     work = work_directory(f"rollout@{iteration}", {**metadata, "shards": ids})
     out, metrics = Path(f"data/rollouts/iteration={iteration}"), Path(f"data/metrics/rollout/{iteration}.json")
+    asked = sum(map(len, shards)) * params.rollout.samples_per_prompt
     if rollouts.is_published(work, out):
-        write_json(metrics, rollouts.rollout_metrics(out))
+        write_json(metrics, rollouts.rollout_metrics(out, asked=asked))
         return
     shared: dict[str, Any] = {"iteration": iteration, "n": params.rollout.samples_per_prompt, "metadata": metadata}
     missing = rollouts.unfinished(work, shards, **shared)
@@ -46,7 +47,7 @@ def main() -> None:
         decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
         seed = derive_seed(params.seed, "rollout", iteration)
         rollouts.sample_shards(sampler, work, shards, missing, decode, eos_ids=metadata["eos_ids"], seed=seed, **shared)
-    write_json(metrics, rollouts.rollout_metrics(work))
+    write_json(metrics, rollouts.rollout_metrics(work, asked=asked))
     rollouts.remember(work)
     publish(work, out)
 

@@ -56,7 +56,10 @@ ROLLOUTS = pa.schema(
 )
 
 _LOGPROBS = [
-    ("logprobs", _FLOATS),  # [T], nats, the same tokens under the trainer's forward pass of the policy before the update
+    (
+        "logprobs",
+        _FLOATS,
+    ),  # [T], nats, the same tokens under the trainer's forward pass of the policy before the update
     ("ref_logprobs", _FLOATS),  # [T], nats, under the reference model
 ]
 
@@ -153,5 +156,8 @@ def declared_types(names: list[str]) -> dict[str, pa.DataType]:
 _BY_KEY = {
     "prompt_id": [PROMPTS],
     "pair_id": [PREFERENCES],
-    "sample_id": [EVALUATIONS, pa.schema([pa.field(*field) for field in [*_LOGPROBS, *_FULL_KL, *_VALUES, *_ADVANTAGES, *_RETURNS]])],
+    "sample_id": [
+        EVALUATIONS,
+        pa.schema([pa.field(*field) for field in [*_LOGPROBS, *_FULL_KL, *_VALUES, *_ADVANTAGES, *_RETURNS]]),
+    ],
 }

@@ -19,10 +19,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, DataError, ModelError, NumericError
 from rlhf_core.seeding import derive_seed
+
+logger = logging.getLogger("rlhf")
 
 LOGPROBS_MODE = "processed_logprobs"  # after the temperature; vLLM's default is before it
 MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this, except 0, which is greedy
@@ -143,6 +145,7 @@ class Sampler:
         kv_cache_gib: float,
         gpu_memory_utilization: float,
         tensor_parallel_size: int,
+        nonfinite_logprobs: Literal["error", "drop"],
         seed: int,
     ) -> None:
         """Start the engine (about 15 seconds on a CPU).
@@ -154,12 +157,14 @@ class Sampler:
             kv_cache_gib: GiB of KV cache on a CPU; a fraction is fine. No effect on a GPU.
             gpu_memory_utilization: Share of GPU memory. No effect on a CPU.
             tensor_parallel_size: GPUs per engine.
+            nonfinite_logprobs: error | drop, for a response with a sampled token whose logprob is NaN or infinite.
             seed: Of the engine; what is sampled depends on the seed of each call instead.
 
         Raises:
             ModelError: If the directory is no model, or vLLM refuses it.
         """
         check_model(model)
+        self._drop_nonfinite = nonfinite_logprobs == "drop"
         _set_environment()
         # On the absence of Triton and on calls within vLLM: nothing that a person here can act on.
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -201,7 +206,7 @@ class Sampler:
         eos_ids: list[int],
         seed: int,
         names: Sequence[str] | None = None,
-    ) -> list[list[Sample]]:
+    ) -> list[list[Sample | None]]:
         """Sample n responses to each prompt.
 
         Args:
@@ -214,12 +219,12 @@ class Sampler:
             names: What to call each prompt in error messages; by default its index.
 
         Returns:
-            For each prompt, in order, its n samples, in order.
+            For each prompt, in order, its n samples, in order; None for a response that was dropped.
 
         Raises:
             ConfigError: If the temperature is one that vLLM would silently change.
             DataError: If a prompt is empty or leaves no room for a response.
-            NumericError: If a sampled token has no finite logprob.
+            NumericError: If a sampled token has no finite logprob, and such responses are not dropped.
             ModelError: If vLLM returns something else than what was asked for.
         """
         if temperature != 0 and temperature < MIN_TEMPERATURE:
@@ -250,12 +255,18 @@ class Sampler:
         torch.manual_seed(seed)
         requests: Any = [{"prompt_token_ids": ids} for ids in prompt_ids for _ in range(n)]
         outputs = self._llm.generate(requests, params, use_tqdm=False)
-        return samples_of(outputs, prompt_ids, n=n, eos_ids=eos_ids, names=names)
+        return samples_of(outputs, prompt_ids, n=n, eos_ids=eos_ids, names=names, drop_nonfinite=self._drop_nonfinite)
 
 
 def samples_of(
-    outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]], *, n: int, eos_ids: Sequence[int], names: Sequence[str]
-) -> list[list[Sample]]:
+    outputs: Sequence[Any],
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    n: int,
+    eos_ids: Sequence[int],
+    names: Sequence[str],
+    drop_nonfinite: bool,
+) -> list[list[Sample | None]]:
     """Return what vLLM answered to n consecutive requests per prompt, checked, by prompt and sample.
 
     Args:
@@ -264,6 +275,8 @@ def samples_of(
         n: Requests per prompt.
         eos_ids: Ids that end a response.
         names: What to call each prompt in a message.
+        drop_nonfinite: Return None for a response with a NaN or infinite logprob, and say so in the log, instead of
+            stopping. A missing logprob always stops: it is no property of the response.
 
     Raises:
         ModelError: If the number of outputs, a prompt or a finish reason is not what was asked for.
@@ -272,7 +285,7 @@ def samples_of(
     if len(outputs) != len(prompt_ids) * n:
         raise ModelError(f"vLLM returned {len(outputs)} outputs for {len(prompt_ids)} prompts x {n} samples")
     ordered = sorted(outputs, key=lambda output: int(output.request_id))
-    samples: list[list[Sample]] = []
+    samples: list[list[Sample | None]] = []
     for prompt, (ids, name) in enumerate(zip(prompt_ids, names, strict=True)):
         own = ordered[prompt * n : (prompt + 1) * n]
         for index, output in enumerate(own):
@@ -280,11 +293,12 @@ def samples_of(
                 raise ModelError(
                     f"vLLM's output for {name}, sample {index}, belongs to another prompt, or is not one response"
                 )
-        samples.append([_sample(output.outputs[0], eos_ids, f"{name}, sample {i}") for i, output in enumerate(own)])
+        completions = [output.outputs[0] for output in own]
+        samples.append([_sample(c, eos_ids, f"{name}, sample {i}", drop_nonfinite) for i, c in enumerate(completions)])
     return samples
 
 
-def _sample(completion: Any, eos_ids: Sequence[int], where: str) -> Sample:
+def _sample(completion: Any, eos_ids: Sequence[int], where: str, drop_nonfinite: bool) -> Sample | None:
     ids = [int(token) for token in completion.token_ids]
     per_position = completion.logprobs or []
     if len(per_position) != len(ids):
@@ -295,9 +309,13 @@ def _sample(completion: Any, eos_ids: Sequence[int], where: str) -> Sample:
         entry = (candidates or {}).get(token)
         value = None if entry is None else entry.logprob
         if value is None or not math.isfinite(value):
+            problem = f"{where}, position {position}: the logprob of the sampled token {token} is {value}"
+            if drop_nonfinite and value is not None:
+                logger.warning("%s; the response is dropped", problem)
+                return None
             raise NumericError(
-                f"{where}, position {position}: the logprob of the sampled token {token} is {value}; expected a finite"
-                " number. The model's logits are broken: look at the policy's last update"
+                f"{problem}; expected a finite number. The model's logits are broken: look at the policy's last update"
+                " (sampling.nonfinite_logprobs: drop leaves such responses out)"
             )
         logprobs.append(float(value))
     finish = "stop" if ids and ids[-1] in eos_ids else "length"

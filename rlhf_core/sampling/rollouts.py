@@ -59,8 +59,8 @@ class SamplesResponses(Protocol):
         eos_ids: list[int],
         seed: int,
         names: Sequence[str] | None = None,
-    ) -> list[list[Sample]]:
-        """Sample n responses to each prompt."""
+    ) -> list[list[Sample | None]]:
+        """Sample n responses to each prompt; None for one that was dropped."""
 
 
 def read_prompts(directory: Path, split: str) -> list[Prompt]:
@@ -118,14 +118,17 @@ def cut(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 
 def rollout_table(
-    iteration: str, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]], decode: Callable[[list[int]], str]
+    iteration: str,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sequence[Sample | None]],
+    decode: Callable[[list[int]], str],
 ) -> pa.Table:
     """Return one row per sample, ordered by prompt and sample index, in the schema ROLLOUTS.
 
     Args:
         iteration: Enters the sample ids, "<iteration>-<prompt_id>-<sample_index>".
         prompts: [P].
-        samples: [P][n].
+        samples: [P][n]; None for a response that was dropped, which then has no row.
         decode: From response ids to the text that people read.
     """
     rows = [
@@ -143,6 +146,7 @@ def rollout_table(
         }
         for prompt, own in zip(prompts, samples, strict=True)
         for index, sample in enumerate(own)
+        if sample is not None
     ]
     return pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
@@ -178,6 +182,8 @@ def unfinished(
         try:
             found = read_shard(path)["sample_id"].to_pylist()
             expected = [sample_id(iteration, prompt, index) for prompt in prompts for index in range(n)]
+            if metadata["sampling"]["nonfinite_logprobs"] == "drop":
+                expected = [name for name in expected if name in set(found)]  # a dropped response has no row
             if found != expected or shard_metadata(path) != {**metadata, "schema_version": SCHEMA_VERSION}:
                 raise RowMismatch(f"{path}: holds other samples than this iteration's")
         except RlhfError as error:
@@ -235,7 +241,7 @@ def sample_shards(
             )
             table = rollout_table(iteration, prompts, samples, decode)
             write_shard(directory / shard_name(number), table, ROLLOUTS, metadata)
-            tokens += sum(len(sample.response_ids) for own in samples for sample in own)
+            tokens += sum(len(sample.response_ids) for own in samples for sample in own if sample is not None)
             bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s")
             bar.update()
 
@@ -245,12 +251,18 @@ def prompt_name(prompt: Prompt) -> str:
     return f"prompt_id {prompt.prompt_id!r}"
 
 
-def rollout_metrics(directory: Path) -> dict[str, float]:
-    """Return counts and means over all responses of an iteration."""
+def rollout_metrics(directory: Path, *, asked: int) -> dict[str, float]:
+    """Return counts and means over all responses of an iteration.
+
+    Args:
+        directory: All shards.
+        asked: Responses that the sampler was asked for, dropped ones included.
+    """
     table = read_table(directory, ["response_ids", "finish_reason"])
     lengths = list_lengths(table["response_ids"])
     return {
         "rollout/responses": table.num_rows,
+        "dropped/nonfinite_logprob": asked - table.num_rows,
         "rollout/tokens": int(lengths.sum()),
         "rollout/empty_responses": int((lengths == 0).sum()),
         "rollout/finished": pc.mean(pc.equal(table["finish_reason"], "stop")).as_py(),

@@ -18,7 +18,13 @@ from tests.meta.project import ROOT, project_files
 LEFT_OUT = {"tests", "docs", "benchmarks", ".ci"}
 TINY_PARAMS: dict[str, dict[str, Any]] = {
     "compute": {"precision": "float32"},
-    "sampling": {"dtype": "float32", "max_new_tokens": 8, "max_model_len": 160, "kv_cache_gib": 0.1, "temperature": 1.0},
+    "sampling": {
+        "dtype": "float32",
+        "max_new_tokens": 8,
+        "max_model_len": 160,
+        "kv_cache_gib": 0.1,
+        "temperature": 1.0,
+    },
     "ingest": {"max_prompt_tokens": 120, "max_pair_tokens": 150},
     "train_rm": {"frozen_layers": 0, "batch_size": 4, "epochs": 1},
     "rollout": {"prompts_per_iteration": 8, "samples_per_prompt": 2, "shard_prompts": 2},

@@ -183,11 +183,39 @@ def test_metrics_are_counts_and_means(monkeypatch: pytest.MonkeyPatch, stub: typ
     run(monkeypatch)
     assert json.loads(METRICS.read_text()) == {
         "rollout/responses": 10,
+        "dropped/nonfinite_logprob": 0,
         "rollout/tokens": 15,
         "rollout/empty_responses": 5,
         "rollout/finished": 0.5,
         "rollout/response_length_mean": 1.5,
     }
+
+
+def test_a_dropped_response_has_no_row_is_counted_and_does_not_make_its_shard_unfinished(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    set_params({"rollout": SMALL, "sampling": {"nonfinite_logprobs": "drop"}})
+    answers = [Sample([7, 8, 2], [-0.5] * 3, "stop"), None]
+    stub.answer = staticmethod(lambda last, index, drawn: answers[index])  # type: ignore[method-assign]
+    run(monkeypatch)
+    assert [row.rsplit("-", 1)[1] for row in read_table(OUT, ["sample_id"])["sample_id"].to_pylist()] == ["0"] * 5
+    metrics = json.loads(METRICS.read_text())
+    assert (metrics["rollout/responses"], metrics["dropped/nonfinite_logprob"]) == (5, 5)
+    calls = len(stub.calls)
+    run(monkeypatch)
+    assert len(stub.calls) == calls
+
+
+def test_a_missing_row_is_sampled_again_unless_rows_may_be_dropped(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    answers = [Sample([7, 8, 2], [-0.5] * 3, "stop"), None]
+    stub.answer = staticmethod(lambda last, index, drawn: answers[index])  # type: ignore[method-assign]
+    monkeypatch.setattr(stage, "publish", lambda work, out: None)
+    run(monkeypatch)
+    calls = len(stub.calls)
+    run(monkeypatch)
+    assert len(stub.calls) == 2 * calls
 
 
 def test_seeds_depend_on_run_iteration_and_shard(monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]) -> None:

@@ -361,7 +361,10 @@ def several(*changes: tuple[str, str, str]) -> str:
     [
         ([("critic", "kind", "none")], ["advantages.estimator is gae", "critic.kind is none"]),
         ([("critic", "init", "reward_model")], ["critic: init is 'reward_model'", "kind to separate"]),
-        ([("critic", "kind", "none"), ("critic", "init", "gpt2"), ("advantages", "estimator", "rloo")], ["critic: init"]),
+        (
+            [("critic", "kind", "none"), ("critic", "init", "gpt2"), ("advantages", "estimator", "rloo")],
+            ["critic: init"],
+        ),
         ([("advantages", "kl_estimator", "full")], ["kl_estimator is full", "score.full_kl: true"]),
         ([("advantages", "estimator", "grpo"), ("rollout", "samples_per_prompt", "1")], ["grpo", "samples_per_prompt"]),
         ([("score", "replay", "[1]")], ["score.replay", "advantages.correction"]),

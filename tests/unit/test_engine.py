@@ -38,8 +38,15 @@ def answer(
     return SimpleNamespace(request_id=str(number), prompt_token_ids=prompt, outputs=[completion])
 
 
-def read(outputs: list[SimpleNamespace], prompts: list[list[int]], n: int) -> list[list[Sample]]:
-    return samples_of(outputs, prompts, n=n, eos_ids=[2, 4], names=[f"prompt_id 'p{i}'" for i in range(len(prompts))])
+def read(outputs: list[SimpleNamespace], prompts: list[list[int]], n: int, *, drop: bool = False) -> Any:
+    return samples_of(
+        outputs,
+        prompts,
+        n=n,
+        eos_ids=[2, 4],
+        names=[f"prompt_id 'p{i}'" for i in range(len(prompts))],
+        drop_nonfinite=drop,
+    )
 
 
 # NVIDIA-NeMo/RL#3297: a position's entries may begin with the likeliest token instead of the sampled one.
@@ -68,6 +75,22 @@ def test_logprobs_that_are_not_finite_stop_with_prompt_and_position(
         NumericError, match=rf"prompt_id 'p0', sample 1, position {position}: .* is {shown}; expected a finite"
     ):
         read(outputs, [[1]], 2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_response_with_such_a_logprob_can_be_dropped_and_the_others_stay(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = [answer(0, [1], [7, 8], [-0.5, -0.1]), answer(1, [1], [7, 8], [bad, -0.2])]
+    kept, dropped = read(outputs, [[1]], 2, drop=True)[0]
+    assert kept == Sample([7, 8], [-0.5, -0.1], "length")
+    assert dropped is None
+    assert "prompt_id 'p0', sample 1, position 0" in caplog.text
+
+
+def test_a_missing_logprob_stops_even_where_others_are_dropped() -> None:
+    with pytest.raises(NumericError, match="is None"):
+        read([answer(0, [1], [7, 8], [None, -0.2])], [[1]], 1, drop=True)
 
 
 def test_an_unsampled_alternative_may_be_minus_infinity() -> None:
@@ -255,6 +278,7 @@ def sampler(model: Path) -> Sampler:
         kv_cache_gib=0.05,
         gpu_memory_utilization=0.5,
         tensor_parallel_size=1,
+        nonfinite_logprobs="error",
         seed=0,
     )
 
@@ -388,5 +412,6 @@ def test_a_model_that_vllm_refuses_is_an_error_that_names_it(model: Path, tmp_pa
             kv_cache_gib=0.05,
             gpu_memory_utilization=0.5,
             tensor_parallel_size=1,
+            nonfinite_logprobs="error",
             seed=0,
         )
