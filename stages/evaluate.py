@@ -14,7 +14,7 @@ from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
 from rlhf_core.config import Params, load_run
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
 from rlhf_core.reward.evaluation import append_judgements, evaluation_metrics
-from rlhf_core.reward.passes import Passes
+from rlhf_core.reward.passes import Passes, numbered
 from rlhf_core.sampling.evaluation import sample_held_out
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
@@ -34,9 +34,9 @@ def main() -> None:
     sample_held_out(PROMPTS, policy, work / "samples", metadata, **sampling_options(params))
 
     passes = Passes(
-        source=work / "samples",
+        shards=numbered([work / "samples"]),
         work=work / "passes",
-        **params.compute.model_dump(),
+        **params.compute.model_dump(exclude={"processes"}),
         temperature=params.evaluate.temperature or 1.0,  # greedy responses are compared at temperature 1
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],

@@ -4,13 +4,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
-from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
-from rlhf_core.config import Params, load_run
-from rlhf_core.errors import ModelError, NumericError, StaleInput
-from rlhf_core.models.tokenizer import load_tokenizer, pad_id
-from rlhf_core.reward.passes import Passes
-from rlhf_core.reward.scores import append_scores, score_metrics
+from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
+from rlhf_core.config import Params, Run, load_run
+from rlhf_core.errors import DataError, ModelError, NumericError, StaleInput
+from rlhf_core.models.checkpoint import critic_kind
+from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
+from rlhf_core.reward.passes import Passes, numbered
+from rlhf_core.reward.scores import append_scores, score_metrics, worst_tokens
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
 CHECKPOINTS = Path("data/checkpoints")
@@ -20,50 +23,111 @@ REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 def main() -> None:
     """Run each model over all rows, one after the other, then write every shard with its new columns."""
     iteration, prev = sys.argv[1:3]
-    params = load_run().at(iteration)
-    rollouts = Path(f"data/rollouts/iteration={iteration}")
+    run = load_run()
+    params = run.at(iteration)
+    sources = [rollouts(name) for name in [iteration, *replayed_iterations(run, iteration)]]
     policy, critic = CHECKPOINTS / "policy" / prev, CHECKPOINTS / "critic" / prev
-    metadata = described(rollouts, policy, critic, params)
+    metadata = described(sources, policy, critic, params)
     work = work_directory(f"score@{iteration}", metadata)
+    tokenizer = load_tokenizer(policy)
     passes = Passes(
-        source=rollouts,
+        shards=numbered(sources),
         work=work / "passes",
-        **params.compute.model_dump(),
+        **params.compute.model_dump(exclude={"processes"}),
         temperature=metadata["temperature"],
-        pad_id=pad_id(load_tokenizer(policy)),
+        pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],
     )
-    rewards = {str(name): weight for name, weight in params.score.rewards.items()}
-    passes.token_logprobs("logprobs", policy, critic)
-    if metadata["reference"] != metadata["policy"]:
+    run_passes(passes, policy, critic, params, same_model=metadata["reference"] == metadata["policy"])
+
+    rewards, full_kl = dict(metadata["rewards"]), params.score.full_kl
+    scored = {
+        name: append_scores(read_shard(path), name, passes, rewards, full_kl=full_kl)
+        for name, path in passes.shards.items()
+    }
+    own = pa.concat_tables([scored[name] for name in numbered(sources[:1])])
+    others = [table for name, table in scored.items() if name not in numbered(sources[:1])]
+    metrics = score_metrics(own, pa.concat_tables(others) if others else None, rewards)
+    measured = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("mismatch/")}
+    worst = worst_tokens(own, lambda token_id: token_text(tokenizer, token_id), count=params.score.worst_tokens)
+    write_json(work / "mismatch.json", {"iteration": iteration, **measured, "worst_tokens": worst})
+    check_mismatch(metrics["mismatch/k3"], worst, params, work / "mismatch.json")
+    for name, table in scored.items():
+        write_shard(work / "out" / name, table, table.schema, metadata)
+    publish(work / "out", Path(f"data/scores/iteration={iteration}"))
+    publish(work / "mismatch.json", Path(f"data/mismatch/{iteration}.json"))
+    write_json(Path(f"data/metrics/score/{iteration}.json"), metrics)
+
+
+def rollouts(iteration: str) -> Path:
+    """Return where an iteration's responses are."""
+    return Path(f"data/rollouts/iteration={iteration}")
+
+
+def replayed_iterations(run: Run, iteration: str) -> list[str]:
+    """Return the iterations that score.replay names by steps back in the chain; steps beyond its start are left out."""
+    chain = run.chain(iteration)
+    return [chain[-1 - steps] for steps in run.at(iteration).score.replay if steps < len(chain)]
+
+
+def run_passes(passes: Passes, policy: Path, critic: Path, params: Params, *, same_model: bool) -> None:
+    """Run every model over all rows. A separate critic has a pass of its own, so that it is alone in memory.
+
+    Args:
+        passes: Where to.
+        policy: The policy before the update.
+        critic: Its critic's directory, of any kind.
+        params: Of the iteration.
+        same_model: Whether the policy is the reference.
+    """
+    kind = critic_kind(critic)
+    passes.token_logprobs("logprobs", policy, critic if kind == "shared" else None)
+    if kind == "separate":
+        passes.values(critic)
+    if not same_model:
         passes.token_logprobs("ref_logprobs", REFERENCE)
+        if params.score.full_kl:
+            passes.full_kl(policy, REFERENCE)
     if "reward_model" in params.score.rewards:
         passes.reward_model(REWARD_MODEL)
     if "judge" in params.score.rewards:
         passes.judge()
-    scored = [(name, append_scores(table, name, passes, rewards)) for name, table in iter_tables(rollouts)]
-    metrics = score_metrics([table for _, table in scored], rewards)
-    if metrics["mismatch/k3"] > params.score.max_mismatch_k3:
-        raise NumericError(
-            f"iteration {iteration}: sampler and trainer disagree about the sampler's own policy by"
-            f" {metrics['mismatch/k3']:.4g} nats a token (mismatch/k3), allowed is score.max_mismatch_k3 ="
-            f" {params.score.max_mismatch_k3}. Likely causes: another temperature or dtype on one side,"
-            f" or weights that one"
-            " side does not load; try sampling.dtype float32 and compute.precision float32"
-        )
-    for name, table in scored:
-        write_shard(work / "out" / name, table, table.schema, metadata)
-    publish(work / "out", Path(f"data/scores/iteration={iteration}"))
-    write_json(Path(f"data/metrics/score/{iteration}.json"), metrics)
 
 
-def described(rollouts: Path, policy: Path, critic: Path, params: Params) -> dict[str, Any]:
-    """Return the metadata of the new shards, after checking that the rollouts are this policy's."""
-    metadata = read_metadata(rollouts)
+def check_mismatch(k3: float, worst: list[dict[str, Any]], params: Params, measured: Path) -> None:
+    """Stop where sampler and trainer disagree too much about the iteration's own responses.
+
+    Raises:
+        NumericError: With the measure, its bound, the worst responses, and where all measures are.
+    """
+    if k3 <= params.score.max_mismatch_k3:
+        return
+    named = "".join(
+        f"; {token['sample_id']} position {token['position']} ({token['difference']:+.3g} nats)" for token in worst[:3]
+    )
+    raise NumericError(
+        f"sampler and trainer disagree about the sampler's own policy by {k3:.4g} nats a token (mismatch/k3), allowed"
+        f" is score.max_mismatch_k3 = {params.score.max_mismatch_k3}. The worst tokens{named or ': none are listed'};"
+        f" more in {measured}. Likely causes: another temperature or dtype on one side, or weights that one side does"
+        " not load; try sampling.dtype float32 and compute.precision float32"
+    )
+
+
+def described(sources: list[Path], policy: Path, critic: Path, params: Params) -> dict[str, Any]:
+    """Return the metadata of the new shards, after checking that the rollouts are this policy's and fit together."""
+    own = sources[0]
+    metadata = read_metadata(own)
     if metadata["policy"] != hash_path(policy):
         raise StaleInput(
-            f"{rollouts} was sampled from another policy than {policy}; run `dvc repro rollout@{metadata['iteration']}`"
+            f"{own} was sampled from another policy than {policy}; run `dvc repro rollout@{metadata['iteration']}`"
         )
+    if not any(read_shard(path, ["sample_id"]).num_rows for path in numbered(sources).values()):
+        raise DataError(
+            f"iteration {metadata['iteration']}: {', '.join(map(str, sources))} hold no response; raise"
+            " rollout.prompts_per_iteration, or let score.replay name an iteration that sampled some"
+        )
+    for source in sources[1:]:
+        check_replayed(source, metadata)
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
     if "reward_model" in params.score.rewards:
         metadata["reward_model"] = hash_path(REWARD_MODEL)
@@ -71,8 +135,27 @@ def described(rollouts: Path, policy: Path, critic: Path, params: Params) -> dic
             raise ModelError(
                 f"{REWARD_MODEL}: its tokenizer is not the policy's; a reward model reads the policy's ids"
             )
-    inputs = {**metadata["inputs"], "rollouts": hash_path(rollouts)}
+    inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
+    inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
     return metadata | {"stage": "score", "inputs": inputs, "rewards": dict(params.score.rewards)}
+
+
+def check_replayed(source: Path, own: dict[str, Any]) -> None:
+    """Check that an earlier iteration's responses can be scored beside this one's.
+
+    Raises:
+        StaleInput: If they are another iteration's than their directory says, or were sampled by another tokenizer,
+            with other EOS ids or at another temperature.
+    """
+    found = read_metadata(source)
+    wanted = {"iteration": source.name.removeprefix("iteration=")}
+    wanted |= {name: own[name] for name in ("tokenizer", "eos_ids", "temperature")}
+    for name, expected in wanted.items():
+        if found[name] != expected:
+            raise StaleInput(
+                f"{source}, replayed by iteration {own['iteration']}: {name} is {found[name]!r}, expected {expected!r};"
+                f" run `dvc repro rollout@{wanted['iteration']}`, or take it out of score.replay"
+            )
 
 
 if __name__ == "__main__":

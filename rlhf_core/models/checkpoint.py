@@ -1,4 +1,4 @@
-"""What stands beside a policy's Hugging Face directory: the critic's value head and the optimiser's state.
+"""What stands beside a policy's Hugging Face directory: the critic and the optimiser's state.
 
 Everything is safetensors and JSON, so nothing can run code when it is loaded.
 """
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.loading import first_line, read_json
+from rlhf_core.models.loading import first_line, load_backbone, read_json
 from rlhf_core.stage import write_json
 
 _HEAD = "value_head.safetensors"
 _CRITIC = "critic.json"
+_BACKBONE = "backbone"
 _OPTIMIZER = "optimizer.json"
 _MOMENTS = "moments.safetensors"
 _NORMALISATION = "score_normalisation.json"
@@ -33,44 +34,73 @@ def new_value_head(hidden_size: int) -> nn.Linear:
 
 
 def save_critic(critic: Critic | None, directory: Path) -> None:
-    """Write a critic: its head, its backbone where it has one, and critic.json, which tells its kind; None = none."""
+    """Write a critic: its head, its backbone where it has one, and critic.json, which tells its kind; None = none.
+
+    Args:
+        critic: A separate one's backbone becomes a plain Hugging Face directory, in the dtype it is held in.
+        directory: Created; it holds critic.json, value_head.safetensors and backbone/, as far as the kind has them.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if critic is None:
         write_json(directory / _CRITIC, {"kind": "none"})
         return
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
     save_file(tensors, directory / _HEAD)
-    write_json(directory / _CRITIC, {"kind": "shared", "hidden_size": critic.head.in_features})
+    if critic.backbone is not None:
+        critic.backbone.save_pretrained(directory / _BACKBONE)
+    kind = "shared" if critic.backbone is None else "separate"
+    write_json(directory / _CRITIC, {"kind": kind, "hidden_size": critic.head.in_features})
 
 
-def load_critic(directory: Path, *, policy: PreTrainedModel, device: torch.device, precision: str) -> Critic | None:
+def critic_kind(directory: Path) -> str:
+    """Return shared, separate or none: what save_critic wrote here.
+
+    Raises:
+        ModelError: If critic.json is missing or says something else.
+    """
+    kind = read_json(directory / _CRITIC).get("kind")
+    if kind not in ("shared", "separate", "none"):
+        raise ModelError(f"{directory / _CRITIC}: kind is {kind!r}; expected shared, separate or none")
+    return str(kind)
+
+
+def load_critic(
+    directory: Path, *, policy: PreTrainedModel | None, device: torch.device, precision: str
+) -> Critic | None:
     """Load a critic; None where critic.kind is none.
 
     Args:
         directory: Written by save_critic.
-        policy: Whose trunk a shared critic reads.
+        policy: Whose trunk a shared critic reads; a separate one needs none.
         device: Where it goes.
         precision: compute.precision, of a separate backbone. The head is float32 always.
 
     Raises:
         ModelError: If weights are missing, or the head was trained for another hidden size.
     """
-    description = read_json(directory / _CRITIC)
-    if description.get("kind") == "none":
+    kind = critic_kind(directory)
+    if kind == "none":
         return None
-    hidden_size = policy.config.get_text_config().hidden_size
-    if description.get("hidden_size") != hidden_size:
-        raise ModelError(
-            f"{directory}: value head for hidden size {description.get('hidden_size')}, but the policy"
-            f" has {hidden_size}"
-        )
-    head = nn.Linear(hidden_size, 1)
+    if kind == "separate":
+        backbone = load_backbone(directory / _BACKBONE, device=device, precision=precision)
+        return Critic(_load_head(directory, backbone, "its backbone"), backbone).to(device)
+    if policy is None:
+        raise ModelError(f"{directory}: a shared critic reads the policy's hidden states; it cannot be run by itself")
+    return Critic(_load_head(directory, policy, "the policy")).to(device)
+
+
+def _load_head(directory: Path, trunk: PreTrainedModel, name: str) -> nn.Linear:
+    """Read the value head and check that it fits the trunk whose states it reads."""
+    described, found = read_json(directory / _CRITIC).get("hidden_size"), trunk.config.get_text_config().hidden_size
+    if described != found:
+        raise ModelError(f"{directory}: value head for hidden size {described}, but {name} has {found}")
+    head = nn.Linear(found, 1)
     weights = _read_tensors(directory / _HEAD)
     missing = sorted({"weight", "bias"} - weights.keys())
     if missing:
         raise ModelError(f"{directory / _HEAD}: lacks {', '.join(missing)}; the value head would be left random")
     head.load_state_dict(weights)
-    return Critic(head).to(device)
+    return head
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf_core.artifacts.provenance import tokenizer_files
@@ -174,14 +181,38 @@ def load_causal_lm(directory: Path, *, device: torch.device, precision: str) -> 
     Raises:
         ModelError: If the directory is missing or incomplete, or weights are missing from it.
     """
-    model = _load_strict(AutoModelForCausalLM, directory, device=device, precision=precision)
+    model = _load_strict(AutoModelForCausalLM, directory, device=device, precision=precision, advice="")
     check_head(model)
     return model
 
 
-def _load_strict(
-    auto: Any, directory: Path, *, device: torch.device, precision: str, **options: Any
-) -> PreTrainedModel:
+def load_backbone(directory: Path, *, device: torch.device, precision: str) -> PreTrainedModel:
+    """Load a model without its head, in eval mode: the trunk of a causal language model or of a classifier.
+
+    Args:
+        directory: A plain Hugging Face directory with safetensors.
+        device: Where the weights go.
+        precision: compute.precision; decides the dtype of the weights.
+
+    Raises:
+        ModelError: If the directory is missing or incomplete, or weights of the trunk are missing from it.
+    """
+    return _load_strict(AutoModel, directory, device=device, precision=precision, advice="")
+
+
+def hidden_size(directory: Path) -> int:
+    """Return the width of a model's hidden states, from its config.json.
+
+    Raises:
+        ModelError: If there is no such file.
+    """
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    return int(config.get_text_config().hidden_size)
+
+
+def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision: str, advice: str) -> PreTrainedModel:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     try:
@@ -191,16 +222,12 @@ def _load_strict(
             use_safetensors=True,
             output_loading_info=True,
             local_files_only=True,
-            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {first_line(error)}") from None
     if info["missing_keys"] or info["mismatched_keys"]:
         missing = ", ".join(sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))[:5])
-        raise ModelError(
-            f"{directory}: the weights lack {missing}, which would be left random. A plain language model cannot score:"
-            " give a directory that train_rm wrote, or a sequence classifier with one label"
-        )
+        raise ModelError(f"{directory}: the weights lack {missing}, which would be left random{advice}")
     return model.to(device).eval()
 
 
@@ -216,7 +243,13 @@ def load_classifier(directory: Path, *, device: torch.device, precision: str) ->
         directory,
         AutoConfig.from_pretrained(directory, local_files_only=True) if (directory / "config.json").is_file() else None,
     )
-    return _load_strict(AutoModelForSequenceClassification, directory, device=device, precision=precision)
+    advice = (
+        ". A plain language model cannot score: give a directory that train_rm wrote, or a sequence classifier with one"
+        " label"
+    )
+    return _load_strict(
+        AutoModelForSequenceClassification, directory, device=device, precision=precision, advice=advice
+    )
 
 
 def check_one_label(directory: Path, config: Any) -> None:

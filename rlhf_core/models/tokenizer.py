@@ -52,6 +52,12 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id)
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """Return a token's text; as the vocabulary writes it where it is part of a character or decodes to nothing."""
+    text = str(tokenizer.decode([token_id], skip_special_tokens=False))
+    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token_id))
+
+
 def eos_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return all ids that end a response, ascending: those of the model's generation settings and the tokenizer's.
 

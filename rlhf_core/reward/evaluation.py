@@ -23,7 +23,7 @@ def append_judgements(table: pa.Table, shard: str, passes: Passes, has_reward_mo
     """
     _, offsets = ragged(table["response_ids"])
     logprobs = passes.result("logprobs", shard)
-    same_model = not (passes.work / "ref_logprobs").exists()
+    same_model = not passes.has("ref_logprobs")
     ref_logprobs = logprobs if same_model else passes.result("ref_logprobs", shard)
     proxy = (
         pa.array(passes.result("reward_model", shard)) if has_reward_model else pa.nulls(table.num_rows, pa.float32())

@@ -1,11 +1,11 @@
 """The forward passes of the score and evaluate stages: one model in memory at a time, resumable shard by shard.
 
 Each pass writes one flat array per shard into the work directory; a pass that finds all of its arrays there loads no
-model. The peak memory is the largest model plus one batch, whatever the number of rows.
+model. The peak memory is the largest model (two for the full KL) plus one batch, whatever the number of rows.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,28 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rlhf_core.artifacts.shards import read_shard, shard_paths
+from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
 from rlhf_core.errors import NumericError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
-from rlhf_core.models.forward import for_all_rows, sequence_scores, token_outputs
+from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.reward.judge import judge
 
 Compute = Callable[[Batch], list[Tensor]]
 
 
+def numbered(directories: Sequence[Path]) -> dict[str, Path]:
+    """Return the shards of several artifacts as if they were one: name in the whole -> file, in order."""
+    paths = [path for directory in directories for path in shard_paths(directory)]
+    return {shard_name(number): path for number, path in enumerate(paths)}
+
+
 @dataclass(frozen=True)
 class Passes:
     """Where passes read and write, and how they run."""
 
-    source: Path  # shards of the rollouts schema (or one that begins with it)
+    shards: Mapping[str, Path]  # from numbered: files of the rollouts schema (or one that begins with it)
     work: Path  # one directory per pass is made here
     device: str  # compute.device
     precision: str  # compute.precision
@@ -41,19 +47,20 @@ class Passes:
     eos_ids: list[int]
 
     def token_logprobs(self, name: str, policy: Path, critic: Path | None = None) -> None:
-        """Write logprobs (and values, with a critic) of every response token under a policy.
+        """Write the logprob of every response token under a policy, and its shared critic's values where it has one.
 
         Args:
-            name: Of the pass; arrays go to work/name/<shard>.npy, values to work/name-values/<shard>.npy.
+            name: Of the pass; arrays go to work/<name>/<shard>.npy, values as in `values`.
             policy: A causal language model directory.
-            critic: A value head for that policy, or None.
+            critic: A shared critic that reads this policy's states, or None.
         """
-        if self._done(name) and (critic is None or self._done(f"{name}-values")):
+        if self._done(name) and (critic is None or self._done("values")):
             return
         device = torch_device(self.device)
         model = load_causal_lm(policy, device=device, precision=self.precision)
-        hidden_size = model.config.get_text_config().hidden_size
-        head = None if critic is None else load_critic(critic, hidden_size=hidden_size, device=device)
+        shared = None
+        if critic is not None:
+            shared = load_critic(critic, policy=model, device=device, precision=self.precision)
 
         def compute(batch: Batch) -> list[Tensor]:
             outputs = token_outputs(
@@ -62,16 +69,63 @@ class Passes:
                 temperature=self.temperature,
                 logits_chunk_tokens=self.logits_chunk_tokens,
                 precision=self.precision,
-                value_head=head,
+                critic=shared,
             )
-            values = outputs.values if outputs.values is not None else torch.zeros_like(outputs.logprobs)
-            return list(torch.stack([outputs.logprobs, values], dim=1).split(batch.lengths))
+            logprobs = outputs.logprobs.split(batch.lengths)
+            if outputs.values is None or outputs.bootstrap_values is None:
+                return list(logprobs)
+            values = _with_bootstrap(outputs.values, outputs.bootstrap_values, batch)
+            return [torch.cat(row) for row in zip(logprobs, values, strict=True)]
 
         for shard, rows in self._run(name, compute, device, closed=False):
-            both = np.concatenate([row.numpy() for row in rows]) if rows else np.zeros((0, 2), np.float32)
-            if critic is not None:
-                save_array(self.work / f"{name}-values" / f"{shard}.npy", both[:, 1])
-            save_array(self.work / name / f"{shard}.npy", both[:, 0])
+            if shared is not None:
+                # A row is T logprobs and T + 1 values.
+                self._save_values(shard, [row[len(row) // 2 :] for row in rows])
+                rows = [row[: len(row) // 2] for row in rows]
+            save_array(self.work / name / f"{shard}.npy", _flat(rows))
+
+    def values(self, critic: Path) -> None:
+        """Write a separate critic's V before every response token, and after every response.
+
+        Args:
+            critic: Its directory. Arrays go to work/values/<shard>.npy, flat over tokens, and, one number for each row,
+                to work/bootstrap_value/<shard>.npy.
+        """
+        if self._done("values"):
+            return
+        device = torch_device(self.device)
+        model = load_critic(critic, policy=None, device=device, precision=self.precision)
+        assert model is not None
+
+        def compute(batch: Batch) -> list[Tensor]:
+            return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
+
+        for shard, rows in self._run("values", compute, device, closed=False):
+            self._save_values(shard, rows)
+
+    def full_kl(self, policy: Path, reference: Path) -> None:
+        """Write KL(policy || reference) over the whole vocabulary at every response token to work/full_kl/<shard>.npy.
+
+        The only pass with two models in memory.
+        """
+        if self._done("full_kl"):
+            return
+        device = torch_device(self.device)
+        p, q = (load_causal_lm(path, device=device, precision=self.precision) for path in (policy, reference))
+
+        def compute(batch: Batch) -> list[Tensor]:
+            found = full_kl(
+                p,
+                q,
+                batch,
+                temperature=self.temperature,
+                logits_chunk_tokens=self.logits_chunk_tokens,
+                precision=self.precision,
+            )
+            return list(found.split(batch.lengths))
+
+        for shard, rows in self._run("full_kl", compute, device, closed=False):
+            save_array(self.work / "full_kl" / f"{shard}.npy", _flat(rows))
 
     def reward_model(self, directory: Path) -> None:
         """Write the reward model's normalised score of every row to work/reward_model/<shard>.npy.
@@ -95,27 +149,36 @@ class Passes:
 
     def judge(self) -> None:
         """Write the judge's score of every row to work/judge/<shard>.npy."""
-        for path in shard_paths(self.source):
+        for shard, path in self.shards.items():
             table = read_shard(path, ["response", "finish_reason"])
             scores = [judge(row["response"], row["finish_reason"]) for row in table.to_pylist()]
-            save_array(self.work / "judge" / f"{path.name}.npy", np.array(scores, np.float32))
+            save_array(self.work / "judge" / f"{shard}.npy", np.array(scores, np.float32))
 
     def result(self, name: str, shard: str) -> np.ndarray:
         """Return what a pass wrote for one shard: float32, flat over its tokens, or one per row."""
         return np.load(self.work / name / f"{shard}.npy", allow_pickle=False)
 
+    def has(self, name: str) -> bool:
+        """Whether a pass of this name has run."""
+        return (self.work / name).is_dir()
+
     def _done(self, name: str) -> bool:
-        return all((self.work / name / f"{path.name}.npy").is_file() for path in shard_paths(self.source))
+        return all((self.work / name / f"{shard}.npy").is_file() for shard in self.shards)
+
+    def _save_values(self, shard: str, rows: list[Tensor]) -> None:
+        """Write a shard's values and bootstrap values, of rows [T + 1]; values last: they tell that it is done."""
+        save_array(self.work / "bootstrap_value" / f"{shard}.npy", np.array([float(row[-1]) for row in rows]))
+        save_array(self.work / "values" / f"{shard}.npy", _flat([row[:-1] for row in rows]))
 
     def _run(
         self, name: str, compute: Compute, device: torch.device, *, closed: bool
     ) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (shard name, results per row) for each shard that this pass has not finished."""
-        paths = shard_paths(self.source)
-        with progress_bar(name, sum(read_shard(path, ["sample_id"]).num_rows for path in paths)) as advance:
-            for path in paths:
+        total = sum(read_shard(path, ["sample_id"]).num_rows for path in self.shards.values())
+        with progress_bar(name, total) as advance:
+            for shard, path in self.shards.items():
                 table = read_shard(path, ["sample_id", "prompt_ids", "response_ids"])
-                if (self.work / name / f"{path.name}.npy").is_file():
+                if (self.work / name / f"{shard}.npy").is_file():
                     advance(table.num_rows)
                     continue
                 responses = table["response_ids"].to_pylist()
@@ -138,7 +201,17 @@ class Passes:
                             f" numbers from the model."
                             " Look at the row with `rlhf inspect`, and at the model's weights"
                         )
-                yield path.name, results
+                yield shard, results
+
+
+def _with_bootstrap(values: Tensor, bootstrap_values: Tensor, batch: Batch) -> list[Tensor]:
+    """Rows [T + 1]: the values of a response's tokens, then the value after it."""
+    after = bootstrap_values.split(1)
+    return [torch.cat(row) for row in zip(values.split(batch.lengths), after, strict=True)]
+
+
+def _flat(rows: list[Tensor]) -> np.ndarray:
+    return np.concatenate([row.numpy() for row in rows]) if rows else np.zeros(0, np.float32)
 
 
 @contextmanager

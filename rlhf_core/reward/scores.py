@@ -1,6 +1,6 @@
 """The columns that the score stage appends, their weighted sum, and its metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -12,27 +12,31 @@ from rlhf_core.artifacts.shards import ragged, ragged_array
 from rlhf_core.reward.passes import Passes
 
 
-def append_scores(table: pa.Table, shard: str, passes: Passes, rewards: Mapping[str, float]) -> pa.Table:
-    """Return a rollouts shard with logprobs, ref_logprobs, values, one score per source, and score.
+def append_scores(
+    table: pa.Table, shard: str, passes: Passes, rewards: Mapping[str, float], *, full_kl: bool
+) -> pa.Table:
+    """Return a rollouts shard with logprobs, ref_logprobs, full KL and values if any, scores by source, and score.
 
         score = sum over sources of weight * score_source
 
     Args:
         table: A rollouts shard.
-        shard: Its file name, by which the passes stored their results.
-        passes: After they ran. Without a ref_logprobs pass the policy is the reference itself.
+        shard: Its name, by which the passes stored their results.
+        passes: After they ran. Without a ref_logprobs pass the policy is the reference itself, so its full KL is 0.
         rewards: Weight of each source.
+        full_kl: Whether the column is wanted.
     """
     _, offsets = ragged(table["response_ids"])
     logprobs = passes.result("logprobs", shard)
-    same_model = not (passes.work / "ref_logprobs").exists()
-    columns = {
-        "logprobs": ragged_array(logprobs, offsets, pa.float32()),
-        "ref_logprobs": ragged_array(
-            logprobs if same_model else passes.result("ref_logprobs", shard), offsets, pa.float32()
-        ),
-        "values": ragged_array(passes.result("logprobs-values", shard), offsets, pa.float32()),
-    }
+    same_model = not passes.has("ref_logprobs")
+    per_token = {"logprobs": logprobs, "ref_logprobs": logprobs if same_model else passes.result("ref_logprobs", shard)}
+    if full_kl:
+        per_token["full_kl"] = np.zeros_like(logprobs) if same_model else passes.result("full_kl", shard)
+    if critic := passes.has("values"):
+        per_token["values"] = passes.result("values", shard)
+    columns = {name: ragged_array(values, offsets, pa.float32()) for name, values in per_token.items()}
+    if critic:
+        columns["bootstrap_value"] = pa.array(passes.result("bootstrap_value", shard), pa.float32())
     total = np.zeros(table.num_rows, np.float64)
     for source, weight in rewards.items():
         scores = passes.result(source, shard)
@@ -41,31 +45,68 @@ def append_scores(table: pa.Table, shard: str, passes: Passes, rewards: Mapping[
     columns["score"] = pa.array(total.astype(np.float32))
     for name, column in columns.items():
         table = table.append_column(name, column)
-    return table.cast(scores_schema(list(rewards)))
+    return table.cast(scores_schema(list(rewards), critic=critic, full_kl=full_kl))
 
 
-def score_metrics(tables: Sequence[pa.Table], rewards: Mapping[str, float]) -> dict[str, float]:
+def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of data/metrics/score, names and equations as in docs/metrics.md.
 
     Args:
-        tables: All shards of one iteration, as append_scores returned them.
+        own: The iteration's own rows, as append_scores returned them. Without any, what is a mean over them is missing.
+        replayed: The rows of earlier iterations, or None where none are replayed.
         rewards: Weight of each source.
     """
-    table = pa.concat_tables(tables)
-    logprobs, offsets = ragged(table["logprobs"])
-    ref_logprobs, _ = ragged(table["ref_logprobs"])
-    sampler_logprobs, _ = ragged(table["sampler_logprobs"])
-    scores_mean, scores_std = mean_and_std(table["score"].to_numpy())
-    metrics = {
-        "objective/kl": sequence_mean(logprobs.astype(np.float64) - ref_logprobs, offsets),
-        "objective/entropy": sequence_mean(-logprobs.astype(np.float64), offsets),
-        "objective/scores": scores_mean,
-        "objective/scores_std": scores_std,
-        "score/responses": table.num_rows,
-        "val/num_eos_tokens": int(np.sum(table["finish_reason"].to_numpy(zero_copy_only=False) == "stop")),
+    logprobs, offsets = ragged(own["logprobs"])
+    sampler_logprobs, _ = ragged(own["sampler_logprobs"])
+    metrics: dict[str, float] = {
+        "score/responses": own.num_rows,
+        "val/num_eos_tokens": int(np.sum(own["finish_reason"].to_numpy(zero_copy_only=False) == "stop")),
     }
     metrics |= {f"mismatch/{name}": value for name, value in mismatch(sampler_logprobs, logprobs).items()}
-    for source in rewards:
-        mean, std = mean_and_std(table[score_column(source)].to_numpy())
-        metrics |= {f"score/{source}_mean": mean, f"score/{source}_std": std}
+    if own.num_rows:
+        ref_logprobs, _ = ragged(own["ref_logprobs"])
+        metrics["objective/kl"] = sequence_mean(logprobs.astype(np.float64) - ref_logprobs, offsets)
+        metrics["objective/entropy"] = sequence_mean(-logprobs.astype(np.float64), offsets)
+        metrics["objective/scores"], metrics["objective/scores_std"] = mean_and_std(own["score"].to_numpy())
+        for source in rewards:
+            mean, std = mean_and_std(own[score_column(source)].to_numpy())
+            metrics |= {f"score/{source}_mean": mean, f"score/{source}_std": std}
+        if "full_kl" in own.column_names:
+            metrics["objective/full_kl"] = sequence_mean(ragged(own["full_kl"])[0], offsets)
+    if replayed is not None:
+        measured = mismatch(ragged(replayed["sampler_logprobs"])[0], ragged(replayed["logprobs"])[0])
+        metrics["replay/responses"] = replayed.num_rows
+        metrics |= {f"replay/{name}": measured[name] for name in ("k3", "ess")}
     return metrics
+
+
+def worst_tokens(own: pa.Table, decode: Callable[[int], str], *, count: int) -> list[dict[str, str | int | float]]:
+    """Return the tokens on which sampler and trainer disagree most, the largest |difference| first.
+
+    Args:
+        own: The iteration's own rows, as append_scores returned them.
+        decode: From a token id to its text.
+        count: Tokens at most. Of equal differences the token that comes first in the rows comes first.
+
+    Returns:
+        sample_id, position (0 = first response token), token_id, token, sampler_logprob, logprob (nats), and
+        difference = sampler_logprob - logprob.
+    """
+    logprobs, offsets = ragged(own["logprobs"])
+    sampler_logprobs, _ = ragged(own["sampler_logprobs"])
+    token_ids, _ = ragged(own["response_ids"])
+    difference = np.subtract(sampler_logprobs, logprobs, dtype=np.float64)
+    worst = np.argsort(-np.abs(difference), kind="stable")[:count]
+    rows = np.searchsorted(offsets, worst, side="right") - 1
+    return [
+        {
+            "sample_id": own["sample_id"][int(row)].as_py(),
+            "position": int(token - offsets[row]),
+            "token_id": int(token_ids[token]),
+            "token": decode(int(token_ids[token])),
+            "sampler_logprob": float(sampler_logprobs[token]),
+            "logprob": float(logprobs[token]),
+            "difference": float(difference[token]),
+        }
+        for token, row in zip(worst, rows, strict=True)
+    ]

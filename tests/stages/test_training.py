@@ -19,7 +19,7 @@ from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.schema import PREFERENCES, ROLLOUTS
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
 from rlhf_core.errors import ModelError, NumericError, StaleInput
-from stages import advantages, base_model, ppo_update, score, train_rm
+from stages import advantages, base_model, init_critic, ppo_update, score, train_rm
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [1, 3, 89, 70, 4, 3, 69]
@@ -53,6 +53,7 @@ def project(tmp_path, monkeypatch, tiny_dir) -> Path:
     base_model.main()
     write_preferences()
     train_rm.main()
+    init_critic.main()
     write_rollouts()
     return tmp_path
 
@@ -134,6 +135,7 @@ def test_one_iteration_from_rollouts_to_a_checkpoint(project, monkeypatch):
         assert row["logprobs"] == pytest.approx(response, abs=1e-4)
         assert row["ref_logprobs"] == row["logprobs"]  # iteration 1's policy is the reference
         assert row["values"] == [0.0] * len(response)  # the value head starts at 0
+        assert row["bootstrap_value"] == 0.0
         assert row["score"] == row["score_reward_model"]
     metrics = json.loads(Path("data/metrics/score/1.json").read_text())
     assert metrics["mismatch/max_abs"] < 1e-4 and metrics["objective/kl"] == 0.0

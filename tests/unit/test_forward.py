@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
 from rlhf_core.models.batching import collate, token_budget_batches
+from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import for_all_rows, sequence_scores, token_outputs
 from tests.tiny import tiny_model
 
@@ -19,7 +20,12 @@ CPU = torch.device("cpu")
 def outputs(model, prompts, responses, rows=None, *, temperature=1.0, chunk=64, head=None, pad_id=0):
     batch = collate(prompts, responses, rows or range(len(prompts)), pad_id=pad_id, device=CPU)
     return token_outputs(
-        model, batch, temperature=temperature, logits_chunk_tokens=chunk, precision="float32", value_head=head
+        model,
+        batch,
+        temperature=temperature,
+        logits_chunk_tokens=chunk,
+        precision="float32",
+        critic=None if head is None else Critic(head),
     )
 
 
@@ -47,7 +53,8 @@ class PositionHead(nn.Module):
 
 def test_values_and_logprobs_are_those_of_the_state_before_each_token(monkeypatch):
     # Prompt 11, 12, 13, response 21, 22: states at positions 2 and 3 precede the response tokens, so the values of a
-    # head that returns the hidden state (10 + position) are 12 and 13, not 13 and 14.
+    # head that returns the hidden state (10 + position) are 12 and 13, not 13 and 14; after the last token, 14. An
+    # empty response to a prompt of two tokens has no values, and 11 after it.
     identity = nn.Linear(1, 1)
     nn.init.ones_(identity.weight)
     nn.init.zeros_(identity.bias)
@@ -57,8 +64,9 @@ def test_values_and_logprobs_are_those_of_the_state_before_each_token(monkeypatc
         return -(hidden[:, 0] - 9) / 10, torch.zeros(len(targets))  # row p -> -(p + 1) / 10
 
     monkeypatch.setattr(forward, "_chunk_statistics", chunk)
-    found = outputs(PositionModel(30), [[11, 12, 13]], [[21, 22]], head=identity)
+    found = outputs(PositionModel(30), [[11, 12, 13], [11, 12]], [[21, 22], []], head=identity)
     assert found.values.tolist() == [12.0, 13.0]
+    assert found.bootstrap_values.tolist() == [14.0, 11.0]
     assert found.logprobs.tolist() == pytest.approx([-0.3, -0.4])
 
 
@@ -168,7 +176,7 @@ def test_no_full_vocabulary_tensor_beyond_one_chunk():
 def test_logprobs_are_float32_under_bfloat16_products():
     batch = collate([[1, 70]], [[9, 8, 7]], [0], pad_id=0, device=CPU)
     found = token_outputs(
-        tiny_model().eval(), batch, temperature=1.0, logits_chunk_tokens=8, precision="bf16-autocast", value_head=None
+        tiny_model().eval(), batch, temperature=1.0, logits_chunk_tokens=8, precision="bf16-autocast", critic=None
     )
     assert found.logprobs.dtype == torch.float32
 
