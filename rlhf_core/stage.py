@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,27 +25,43 @@ from rlhf_core.errors import RlhfError
 logger = logging.getLogger("rlhf")
 
 _PR_SET_PDEATHSIG = 1
+# Seconds. Where several processes train together, most errors stop them all: the main one says so and the launcher ends
+# the others, well within this time. One that is still there afterwards stopped for a reason of its own, and says it.
+_GRACE = 10
 
 
 def run_stage(name: str, main: Callable[[], None]) -> None:
     """Run a stage's main as the process's only work: set-up, lock, and errors as text instead of tracebacks.
 
+    Of several processes that a launcher started (docs/distributed.md), the main one (RANK 0) takes the lock and
+    cleans up.
+
     Args:
         name: The stage with its iteration, such as "rollout@2".
         main: Does the work; reads its arguments by itself.
     """
+    rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+        level=logging.ERROR if rank else logging.INFO,
+        format=f"%(asctime)s {name} %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     die_with_parent()
     try:
+        if rank:
+            main()
+            return
         with exclusive(name):
             main()
             for finished in work_root(name).glob("*/"):
                 shutil.rmtree(finished)  # partial work is for resuming; what is finished is published
     except RlhfError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        if rank:
+            time.sleep(_GRACE)
+        process = f"process {rank}: " if rank else ""
+        print(f"\n{process}{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
 
 

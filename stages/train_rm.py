@@ -9,13 +9,14 @@ from tqdm import tqdm
 from rlhf_core.algorithms.statistics import mean_and_std
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata, read_table
-from rlhf_core.config import load_run
+from rlhf_core.config import Params, load_run
 from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import save_normalisation
 from rlhf_core.models.loading import local_directory, new_classifier, save_like, torch_device
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
+from rlhf_core.training.distributed import join, launch
 from rlhf_core.training.reward_model import Pairs, expand_ranks, freeze_lowest, ranking, scores, train
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
@@ -26,41 +27,40 @@ def main() -> None:
     """Train on the pairs of split train, measure on those of split eval, save the classifier."""
     params = load_run().params
     rm, compute = params.train_rm, params.compute
+    launch("stages.train_rm", compute.processes)
     source = Path("data/checkpoints/policy/0") if rm.model == "base" else local_directory(rm.model)
     if hash_tokenizer(source) != read_metadata(PREFERENCES)["tokenizer"]:
         raise ModelError(
             f"train_rm.model {source}: its tokenizer is not the base model's; data/preferences holds the latter's ids"
         )
-    work = work_directory(
-        "train_rm",
-        {"preferences": hash_path(PREFERENCES), "params": params.model_dump(include={"train_rm", "compute", "seed"})},
-    )
+    processes, device = join(torch_device(compute.device))
     pairs, held_out = read_pairs("train"), read_pairs("eval")
+    measured = held_out if held_out.pair_ids else pairs
     if not pairs.pair_ids:
-        no_reward_model(work)
+        if processes.is_main:
+            no_reward_model(work_directory("train_rm", fingerprint(params)))
         return
     seed = derive_seed(params.seed, "train_rm")
-    model = new_classifier(source, device=torch_device(compute.device), precision=compute.precision, seed=seed)
+    model = new_classifier(source, device=device, precision=compute.precision, seed=seed)
     model.config.pad_token_id = pad_id(load_tokenizer(source))
     freeze_lowest(model, rm.frozen_layers)
-    shared = {
+    shared: dict[str, Any] = {
         "max_batch_tokens": compute.max_batch_tokens,
         "precision": compute.precision,
         "pad_id": model.config.pad_token_id,
+        "processes": processes,
     }
-    with tqdm(total=-(-len(pairs.pair_ids) // rm.batch_size) * rm.epochs, desc="train_rm", unit="step") as bar:
+    steps = -(-len(pairs.pair_ids) // rm.batch_size) * rm.epochs
+    with tqdm(total=steps, desc="train_rm", unit="step", disable=not processes.is_main) as bar:
         options = rm.model_dump(exclude={"model", "frozen_layers"})
-        loss = train(
-            model,
-            pairs,
-            **options,
-            **shared,
-            seed=seed,
-            progress=lambda loss: show(bar, loss),
-        )
-    measured = held_out if held_out.pair_ids else pairs
-    with tqdm(total=2 * len(measured.pair_ids), desc="held-out", unit="response") as bar:
+        loss = train(model, pairs, **options, **shared, seed=seed, progress=lambda loss: show(bar, loss))
+    share = 2 * -(-len(measured.pair_ids) // processes.size)
+    with tqdm(total=share, desc="held-out", unit="response", disable=not processes.is_main) as bar:
         chosen, rejected = scores(model, measured, **shared, progress=bar.update)
+    processes.leave()
+    if not processes.is_main:
+        return
+    work = work_directory("train_rm", fingerprint(params))
     metrics = ranking(held_out, chosen, rejected)
     mean, std = mean_and_std(np.concatenate([chosen, rejected]))
     metrics |= {
@@ -78,6 +78,12 @@ def main() -> None:
     save_normalisation(work / "model", mean=mean, std=std, measured_on=named)
     publish(work / "model", OUT)
     write_json(METRICS, metrics)
+
+
+def fingerprint(params: Params) -> dict[str, Any]:
+    """Return what the reward model depends on."""
+    parameters = params.model_dump(include={"train_rm", "compute", "seed"})
+    return {"preferences": hash_path(PREFERENCES), "params": parameters}
 
 
 def show(bar: "tqdm[Any]", loss: float) -> None:

@@ -19,6 +19,7 @@ from rlhf_core.algorithms.statistics import pair_statistics
 from rlhf_core.errors import ConfigError, NumericError
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import for_all_rows, sequence_scores
+from rlhf_core.training.distributed import Processes
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule, trainable
 from rlhf_core.training.ppo import minibatches
 
@@ -102,13 +103,15 @@ def train(
     precision: str,
     pad_id: int,
     seed: int,
+    processes: Processes,
     progress: Callable[[float], None],
 ) -> float:
     """Train a sequence classifier in place on pairs and return the mean loss of its last epoch's steps.
 
         loss = mean over the batch's pairs of -log sigmoid(score(chosen) - score(rejected))
 
-    The gradient is that of the whole batch, however it is split by the token budget. Dropout stays off.
+    The gradient is that of the whole batch, however it is split by the token budget and over processes. Dropout stays
+    off.
 
     Args:
         model: One label; frozen parameters stay as they are.
@@ -125,6 +128,7 @@ def train(
         precision: compute.precision.
         pad_id: For padding.
         seed: Of the order of the pairs.
+        processes: That share the pairs of each batch.
         progress: Told the loss after each step.
 
     Raises:
@@ -135,34 +139,63 @@ def train(
     batches = list(minibatches(len(pairs.pair_ids), ppo_epochs=epochs, minibatch_size=batch_size, seed=seed))
     warmup = math.ceil(warmup_fraction * len(batches))
     scheduler = schedule(optimizer, name="linear", warmup_steps=warmup, total_steps=len(batches) + 1, first_step=0)
+    parameters = [parameter for _, parameter in named]
+    longest = _longest(pairs)
     losses = []
     for step, rows in enumerate(batches):
-        loss = _accumulate(model, pairs, rows, max_batch_tokens=max_batch_tokens, precision=precision, pad_id=pad_id)
-        where = f"optimiser step {step + 1}, pairs {', '.join(pairs.pair_ids[row] for row in rows[:4])}, ..."
-        if not math.isfinite(loss):
-            raise NumericError(f"{where}: the loss is {loss}; the step was not taken")
-        clip_and_step(optimizer, scheduler, (p for _, p in named), max_grad_norm=max_grad_norm, where=where)
+        share = [rows[place] for place in processes.share([longest[row] for row in rows])]
+        with processes.together():
+            total = _accumulate(
+                model,
+                pairs,
+                share,
+                batch_size=len(rows),
+                max_batch_tokens=max_batch_tokens,
+                precision=precision,
+                pad_id=pad_id,
+            )
+            if not math.isfinite(total):
+                raise NumericError(f"{_where(step, pairs, share)}: the loss is {total}; the step was not taken")
+        processes.add_gradients(parameters)
+        loss = sum(processes.gathered(total))
+        clip_and_step(optimizer, scheduler, parameters, max_grad_norm=max_grad_norm, where=_where(step, pairs, rows))
         losses.append(loss)
         progress(loss)
     return float(np.mean(losses[-max(len(batches) // epochs, 1) :]))
 
 
+def _longest(pairs: Pairs) -> list[int]:
+    """Tokens of each pair's prompt with the longer of its responses, [B]."""
+    columns = zip(pairs.prompt_ids, pairs.chosen_ids, pairs.rejected_ids, strict=True)
+    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in columns]
+
+
+def _where(step: int, pairs: Pairs, rows: list[int]) -> str:
+    return f"optimiser step {step + 1}, pairs {', '.join(pairs.pair_ids[row] for row in rows[:4])}, ..."
+
+
 def _accumulate(
-    model: PreTrainedModel, pairs: Pairs, rows: list[int], *, max_batch_tokens: int, precision: str, pad_id: int
+    model: PreTrainedModel,
+    pairs: Pairs,
+    rows: list[int],
+    *,
+    batch_size: int,
+    max_batch_tokens: int,
+    precision: str,
+    pad_id: int,
 ) -> float:
-    """Add the gradient of one batch of pairs and return its mean loss."""
-    longest = [
-        len(pairs.prompt_ids[row]) + max(len(pairs.chosen_ids[row]), len(pairs.rejected_ids[row])) for row in rows
-    ]
+    """Add these pairs' part of the gradient of a batch, and return their part of its mean loss."""
+    longest = _longest(pairs)
+    lengths = [longest[row] for row in rows]
     total = 0.0
-    for group in token_budget_batches(longest, max_batch_tokens=max(max_batch_tokens // 2, 1)):
+    for group in token_budget_batches(lengths, max_batch_tokens=max(max_batch_tokens // 2, 1)):
         part = [rows[place] for place in group]
         # Both responses of a pair run in one forward pass: chosen first, then rejected, each in the order of `part`.
         prompts = [pairs.prompt_ids[row] for row in part] * 2
         responses = [pairs.chosen_ids[row] for row in part] + [pairs.rejected_ids[row] for row in part]
         batch = collate(prompts, responses, range(len(prompts)), pad_id=pad_id, device=model.device)
         chosen, rejected = sequence_scores(model, batch, precision=precision).chunk(2)
-        loss = pairwise_loss(chosen, rejected).sum() / len(rows)
+        loss = pairwise_loss(chosen, rejected).sum() / batch_size
         loss.backward()
         total += float(loss.detach())
     return total
@@ -175,9 +208,12 @@ def scores(
     max_batch_tokens: int,
     precision: str,
     pad_id: int,
+    processes: Processes,
     progress: Callable[[int], None],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the raw scores of the preferred and of the other responses, [B] float64 each."""
+    """Return the raw scores of the preferred and of the other responses, [B] float64 each, in every process."""
+    rows = processes.share(_longest(pairs))
+    prompts = [pairs.prompt_ids[row] for row in rows]
 
     def compute(batch: Batch) -> list[torch.Tensor]:
         return list(sequence_scores(model, batch, precision=precision))
@@ -189,7 +225,11 @@ def scores(
             "device": model.device,
             "progress": progress,
         }
-        return np.array([float(score) for score in for_all_rows(compute, pairs.prompt_ids, responses, **options)])
+        mine = for_all_rows(compute, prompts, [responses[row] for row in rows], **options)
+        found = np.empty(len(responses))
+        for places, values in processes.gathered((rows, [float(score) for score in mine])):
+            found[places] = values
+        return found
 
     return of(pairs.chosen_ids), of(pairs.rejected_ids)
 

@@ -11,6 +11,7 @@ import torch
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.loading import fetch_base_model, load_causal_lm, load_classifier, new_classifier, save_like
+from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.optimizer import adamw, trainable
 from rlhf_core.training.reward_model import (
     Pairs,
@@ -25,7 +26,7 @@ from rlhf_core.training.reward_model import (
 )
 
 CPU = torch.device("cpu")
-QUIET = {"max_batch_tokens": 64, "precision": "float32", "pad_id": 0}
+QUIET = {"max_batch_tokens": 64, "precision": "float32", "pad_id": 0, "processes": ALONE}
 
 
 def pairs() -> Pairs:
@@ -63,7 +64,13 @@ def test_gradient_of_a_batch_of_pairs_does_not_depend_on_the_split(tiny_dir):
     for max_batch_tokens in (1, 40, 10_000):
         model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
         loss = _accumulate(
-            model, pairs(), list(range(7)), max_batch_tokens=max_batch_tokens, precision="float32", pad_id=0
+            model,
+            pairs(),
+            list(range(7)),
+            batch_size=7,
+            max_batch_tokens=max_batch_tokens,
+            precision="float32",
+            pad_id=0,
         )
         gradients.append((loss, torch.cat([p.grad.flatten() for p in model.parameters()])))
     for loss, gradient in gradients[:2]:
