@@ -29,17 +29,20 @@ def main() -> None:
     params, policy = run.at(iteration), Path(f"data/checkpoints/policy/{prev}")
     check_model(policy)
     metadata = described(run, iteration, policy)
-    shards = rollouts.cut(chosen_prompts(run, iteration), params.rollout.shard_prompts)
+    chosen = chosen_prompts(run, iteration)
+    shards = rollouts.cut(chosen, params.rollout.shard_prompts)
     ids = [[prompt.prompt_id for prompt in shard] for shard in shards]
     work = work_directory(f"rollout@{iteration}", {**metadata, "shards": ids})
     out, metrics = Path(f"data/rollouts/iteration={iteration}"), Path(f"data/metrics/rollout/{iteration}.json")
-    asked = sum(map(len, shards)) * params.rollout.samples_per_prompt
+    asked = len(chosen) * params.rollout.samples_per_prompt
     if rollouts.is_published(work, out):
         write_json(metrics, rollouts.rollout_metrics(out, asked=asked))
         return
     shared: dict[str, Any] = {"iteration": iteration, "n": params.rollout.samples_per_prompt, "metadata": metadata}
     missing = rollouts.unfinished(work, shards, **shared)
-    if missing:
+    if missing and not chosen:
+        rollouts.write_empty_shard(work, metadata)
+    elif missing:
         sampling = params.sampling.model_dump()
         shared |= {name: sampling.pop(name) for name in ("temperature", "max_new_tokens")}
         sampler = Sampler(policy, **sampling, seed=params.seed)

@@ -113,8 +113,8 @@ def check_lengths(prompts: Sequence[Prompt], *, max_model_len: int) -> None:
 
 
 def cut(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Return consecutive groups of `size` prompts; the last one may be smaller."""
-    return [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+    """Return consecutive groups of `size` prompts; the last one may be smaller. No prompts are one empty group."""
+    return [list(prompts[start : start + size]) for start in range(0, len(prompts), size)] or [[]]
 
 
 def rollout_table(
@@ -246,13 +246,18 @@ def sample_shards(
             bar.update()
 
 
+def write_empty_shard(directory: Path, metadata: dict[str, Any]) -> None:
+    """Write the one shard of an iteration that samples nothing and trains on replayed responses alone."""
+    write_shard(directory / shard_name(0), ROLLOUTS.empty_table(), ROLLOUTS, metadata)
+
+
 def prompt_name(prompt: Prompt) -> str:
     """Return what a prompt is called in messages."""
     return f"prompt_id {prompt.prompt_id!r}"
 
 
 def rollout_metrics(directory: Path, *, asked: int) -> dict[str, float]:
-    """Return counts and means over all responses of an iteration.
+    """Return counts and means over all responses of an iteration; without any, what is a mean over them is missing.
 
     Args:
         directory: All shards.
@@ -260,14 +265,16 @@ def rollout_metrics(directory: Path, *, asked: int) -> dict[str, float]:
     """
     table = read_table(directory, ["response_ids", "finish_reason"])
     lengths = list_lengths(table["response_ids"])
-    return {
+    metrics: dict[str, float] = {
         "rollout/responses": table.num_rows,
         "dropped/nonfinite_logprob": asked - table.num_rows,
         "rollout/tokens": int(lengths.sum()),
         "rollout/empty_responses": int((lengths == 0).sum()),
-        "rollout/finished": pc.mean(pc.equal(table["finish_reason"], "stop")).as_py(),
-        "rollout/response_length_mean": float(lengths.mean()),
     }
+    if table.num_rows:
+        metrics["rollout/finished"] = pc.mean(pc.equal(table["finish_reason"], "stop")).as_py()
+        metrics["rollout/response_length_mean"] = float(lengths.mean())
+    return metrics
 
 
 def remember(work: Path) -> None:

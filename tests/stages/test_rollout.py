@@ -421,6 +421,34 @@ def test_running_again_after_the_out_was_changed_samples_again(
     assert stub.started == 2 and read_table(OUT).num_rows == 10
 
 
+# --- replay only ----------------------------------------------------------------------------------------------------
+
+
+def test_no_prompts_give_one_empty_shard_without_the_engine(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    set_params(
+        {
+            "rollout": {**SMALL, "prompts_per_iteration": 0},
+            "score": {"replay": [1]},
+            "advantages": {"correction": "truncate"},
+        }
+    )
+    for _ in range(2):  # the second time it is published already
+        run(monkeypatch)
+        assert stub.started == 0
+        assert [path.name for path in OUT.iterdir()] == [shard_name(0)]
+        table, metadata = read_table(OUT), read_metadata(OUT)
+        assert table.schema.equals(ROLLOUTS) and table.num_rows == 0
+        assert (metadata["iteration"], metadata["temperature"], metadata["eos_ids"]) == ("1", 0.7, [2, 4])
+        assert json.loads(METRICS.read_text()) == {
+            "rollout/responses": 0,
+            "dropped/nonfinite_logprob": 0,
+            "rollout/tokens": 0,
+            "rollout/empty_responses": 0,
+        }
+
+
 # --- refused before the engine starts -----------------------------------------------------------------------------
 
 

@@ -5,126 +5,19 @@ after a crash; empty responses crash the update; scores not normalised.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
-from rlhf_core.artifacts.schema import PREFERENCES, ROLLOUTS
+from rlhf_core.artifacts.schema import PREFERENCES
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
 from rlhf_core.errors import ModelError, NumericError, StaleInput
-from stages import advantages, base_model, init_critic, ppo_update, score, train_rm
-
-ROOT = Path(__file__).parents[2]
-PROMPT = [1, 3, 89, 70, 4, 3, 69]
-RESPONSES = [
-    [80, 81, 2],
-    [82, 83, 84, 85],
-    [],
-    [86, 4],
-    [87, 88, 89, 90, 91, 2],
-    [92],
-]  # two end themselves, one is empty
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch, tiny_dir) -> Path:
-    """A working directory with parameters, base model, preferences and the rollouts of iteration 1, sampled by hand."""
-    monkeypatch.chdir(tmp_path)
-    yaml = YAML()
-    params = yaml.load((ROOT / "params.yaml").read_text())
-    params["base_model"]["source"] = str(tiny_dir)
-    params["compute"] |= {"precision": "float32", "max_batch_tokens": 40}
-    params["train_rm"] |= {"frozen_layers": 0, "batch_size": 4}
-    params["rollout"] |= {"prompts_per_iteration": 3, "samples_per_prompt": 2}
-    params["ppo_update"] |= {"minibatch_size": 3, "ppo_epochs": 2, "learning_rate": 1e-3}
-    yaml.dump(params, Path("params.yaml"))
-    Path("iterations.yaml").write_text((ROOT / "iterations.yaml").read_text())
-    for name in ("raw/prompts.jsonl", "raw/preferences.jsonl"):
-        path = Path("data") / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}\n")
-    base_model.main()
-    write_preferences()
-    train_rm.main()
-    init_critic.main()
-    write_rollouts()
-    return tmp_path
-
-
-def write_preferences() -> None:
-    rows = [
-        {
-            "pair_id": f"q{index}",
-            "messages": None,
-            "prompt": "p",
-            "prompt_ids": PROMPT,
-            "responses": ["a", "b"],
-            "response_ids": [[90, 70 + index, 2], [91, 70 + index, 2]],
-            "ranks": [0, 1],
-            "margin": None,
-            "source": "made",
-            "split": "eval" if index % 4 == 3 else "train",
-        }
-        for index in range(16)
-    ]
-    table = pa.Table.from_pylist(rows, schema=PREFERENCES)
-    metadata = {"stage": "ingest", "tokenizer": hash_tokenizer(Path("data/checkpoints/policy/0"))}
-    write_shard(Path("data/preferences") / shard_name(0), table, PREFERENCES, metadata)
-
-
-def policy_logprobs(policy: Path, response: list[int], temperature: float = 0.7) -> list[float]:
-    """The model's own log-softmax, without our forward pass."""
-    if not response:
-        return []
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + response])).logits[0, len(PROMPT) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1)[range(len(response)), response].tolist()
-
-
-def write_rollouts(shift: float = 0.0) -> None:
-    policy = Path("data/checkpoints/policy/0")
-    metadata = {
-        "stage": "rollout", "iteration": "1", "inputs": {}, "temperature": 0.7, "eos_ids": [2, 4], "vllm": "0",
-        "tokenizer": hash_tokenizer(policy), "policy": hash_path(policy), "logprobs_mode": "processed_logprobs",
-    }  # fmt: skip
-    for shard in range(2):
-        rows = [
-            {
-                "sample_id": f"1-p{index // 2}-{index % 2}",
-                "prompt_id": f"p{index // 2}",
-                "sample_index": index % 2,
-                "prompt": "p",
-                "prompt_ids": PROMPT,
-                "response": "text",
-                "response_ids": RESPONSES[index],
-                "sampler_logprobs": [value + shift for value in policy_logprobs(policy, RESPONSES[index])],
-                "finish_reason": "stop" if RESPONSES[index][-1:] in ([2], [4]) else "length",
-                "ground_truth": None,
-            }
-            for index in range(3 * shard, 3 * shard + 3)
-        ]
-        table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
-        write_shard(Path("data/rollouts/iteration=1") / shard_name(shard), table, ROLLOUTS, metadata)
-
-
-def stage(module, monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["stage", *arguments])
-    module.main()
-
-
-def change(section: str, **values) -> None:
-    yaml = YAML()
-    params = yaml.load(Path("params.yaml").read_text())
-    params[section] |= values
-    yaml.dump(params, Path("params.yaml"))
+from stages import advantages, ppo_update, score, train_rm
+from tests.tiny_run import RESPONSES, change, policy_logprobs, stage, write_rollouts
 
 
 def test_one_iteration_from_rollouts_to_a_checkpoint(project, monkeypatch):
@@ -187,7 +80,7 @@ def test_the_score_is_the_weighted_sum_of_its_sources(project, monkeypatch):
 
 
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_stage(project, monkeypatch):
-    write_rollouts(shift=1.0)  # k3 = exp(-1) - 1 + 1 = 0.37 nats a token
+    write_rollouts(shift={row: 1.0 for row in range(6)})  # k3 = exp(-1) - 1 + 1 = 0.37 nats a token
     with pytest.raises(NumericError, match=r"disagree.*0\.36.*max_mismatch_k3 = 0\.1"):
         stage(score, monkeypatch, "1", "0")
     assert not Path("data/scores/iteration=1").exists()
