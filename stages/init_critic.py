@@ -6,8 +6,9 @@ from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.config import ComputeParams, load_run
 from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import load_normalisation, new_value_head, save_critic
-from rlhf_core.models.critic import Critic, check_causal, reward_critic
+from rlhf_core.models.critic import Critic, check_causal, check_vocabulary, reward_critic
 from rlhf_core.models.loading import hidden_size, load_backbone, load_classifier, local_directory, torch_device
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.stage import publish, run_stage, work_directory
 
 CHECKPOINTS = Path("data/checkpoints")
@@ -57,6 +58,7 @@ def separate_critic(init: str, compute: ComputeParams) -> Critic:
         backbone = load_backbone(where, device=device, precision=precision)
         critic = Critic(new_value_head(hidden_size(where)).to(device), backbone)
     check_causal(critic, where)
+    check_vocabulary(critic, where, tokens=len(load_tokenizer(POLICY)))
     return critic
 
 

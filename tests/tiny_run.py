@@ -1,4 +1,4 @@
-"""A run of the tiny model up to its first rollouts, which it really "sampled", without vLLM: what stages tests start from.
+"""A run of the tiny model up to its first rollouts, made without vLLM: what tests of later stages start from.
 
 Every function works in the current directory.
 """
@@ -97,7 +97,12 @@ def policy_logprobs(policy: Path, response: list[int], temperature: float = 0.7)
 
 
 def write_rollouts(
-    iteration: str = "1", prev: str = "0", *, shift: dict[int, float] | None = None, empty: bool = False, **facts: Any
+    iteration: str = "1",
+    prev: str = "0",
+    *,
+    shift: dict[int, float] | None = None,
+    empty: bool = False,
+    facts: dict[str, Any] | None = None,
 ) -> None:
     """Write RESPONSES as what policy `prev` sampled, three rows in each of two shards.
 
@@ -112,7 +117,7 @@ def write_rollouts(
     metadata = {
         "stage": "rollout", "iteration": iteration, "inputs": {}, "temperature": 0.7, "eos_ids": [2, 4], "vllm": "0",
         "tokenizer": hash_tokenizer(policy), "policy": hash_path(policy), "logprobs_mode": "processed_logprobs",
-        "sampling": {"max_new_tokens": 40}, **facts,
+        "sampling": {"max_new_tokens": 40}, **(facts or {}),
     }  # fmt: skip
     rows = [
         {

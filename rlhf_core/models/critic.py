@@ -93,3 +93,21 @@ def check_causal(critic: Critic, where: Path) -> None:
             f"{where}: {type(backbone).__name__} is bidirectional: its state at a token depends on later tokens, so its"
             " values would know the rest of the response. A critic must be a causal model (a decoder)"
         )
+
+
+def check_vocabulary(critic: Critic, where: Path, *, tokens: int) -> None:
+    """Check that a separate critic has an embedding for every token id.
+
+    Args:
+        critic: With a backbone.
+        where: Its directory, for messages.
+        tokens: Of the tokenizer.
+
+    Raises:
+        ModelError: If it has fewer.
+    """
+    assert critic.backbone is not None
+    embeddings: Any = critic.backbone.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
+    if rows < tokens:
+        raise ModelError(f"{where}: the tokenizer has {tokens} tokens but the critic only {rows} embedding rows")

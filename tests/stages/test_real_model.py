@@ -68,6 +68,7 @@ def test_logprobs_of_vllm_and_ours_agree_in_float32_on_a_real_model(project: Pat
         kv_cache_gib=0.5,
         gpu_memory_utilization=0.85,
         tensor_parallel_size=1,
+        nonfinite_logprobs="error",
     )
     table = read_table(Path("samples")).to_pylist()
     assert len(table) == 6 and sum(len(row["response_ids"]) for row in table) > 40
@@ -78,7 +79,7 @@ def test_logprobs_of_vllm_and_ours_agree_in_float32_on_a_real_model(project: Pat
     batch = collate(prompts, responses, range(6), pad_id=2, device=torch.device("cpu"))
     with torch.no_grad():
         found = token_outputs(
-            ours, batch, temperature=TEMPERATURE, logits_chunk_tokens=16, precision="float32", value_head=None
+            ours, batch, temperature=TEMPERATURE, logits_chunk_tokens=16, precision="float32", critic=None
         ).logprobs
     assert (found - sampled).abs().max() < 1e-4
 

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSeque
 
 from rlhf_core.models.batching import collate, token_budget_batches
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.forward import for_all_rows, sequence_scores, token_outputs
+from rlhf_core.models.forward import _kl_of_rows, for_all_rows, full_kl, sequence_scores, token_outputs
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -171,6 +171,54 @@ def test_no_full_vocabulary_tensor_beyond_one_chunk():
     whole = torch.log_softmax(model(torch.tensor(ids)).logits, -1)[:, prompt - 1 : -1]
     expected = whole.gather(-1, torch.tensor(responses)[..., None]).flatten()
     assert torch.allclose(found.logprobs, expected, atol=1e-5)
+
+
+def test_full_kl_of_three_tokens_by_hand():
+    # p = [.5, .25, .25], q = [.25, .25, .5]: .5 log 2 + 0 - .25 log 2 = .173287. The same against p itself: 0.
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
+    assert _kl_of_rows(p, q).item() == pytest.approx(0.25 * np.log(2), rel=1e-6)
+    assert _kl_of_rows(p, p).item() == 0.0
+    # p = [1 - e, e], q = [e, 1 - e] with e = exp(-30): (1 - 2e)(log(1 - e) + 30) = 30 to 12 digits; d reaches -30.
+    sure = torch.tensor([[0.0, -30.0]])
+    assert _kl_of_rows(sure, sure.flip(-1)).item() == pytest.approx(30.0, rel=1e-6)
+
+
+def test_full_kl_keeps_its_digits_when_it_is_tiny():
+    # Logits of 5000 tokens moved by 1e-4: KL is near 5e-9, below the rounding of a plain sum of float32 terms.
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 5000, dtype=torch.float64)
+    moved = (logits + 1e-4 * torch.randn(4, 5000, dtype=torch.float64)).float()
+    log_p, log_q = (torch.log_softmax(x.double(), -1) for x in (logits.float(), moved))
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    found = _kl_of_rows(torch.log_softmax(logits.float(), -1), torch.log_softmax(moved, -1))
+    assert found.double().numpy() == pytest.approx(expected.numpy(), rel=0.02)
+    assert expected.max() < 1e-8 and (found >= 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_full_kl_equals_log_softmax_of_both_models(chunk):
+    policy, reference = tiny_model(0).eval(), tiny_model(1).eval()
+    prompts, responses = [[1, 70, 80], [5]], [[90, 5, 6, 2], []]
+    batch = collate(prompts, responses, [0, 1], pad_id=0, device=CPU)
+    options = {"temperature": 0.7, "logits_chunk_tokens": chunk, "precision": "float32"}
+    with torch.no_grad():
+        found = full_kl(policy, reference, batch, **options)
+        ids = torch.tensor([prompts[0] + responses[0]])
+        log_p, log_q = (torch.log_softmax(m(ids).logits[0, 2:6].double() / 0.7, -1) for m in (policy, reference))
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    assert found.double().numpy() == pytest.approx(expected.numpy(), rel=1e-4)
+    assert full_kl(policy, policy, batch, **options).tolist() == [0.0] * 4
+
+
+def test_full_kl_holds_no_full_vocabulary_tensor_beyond_half_a_chunk():
+    vocabulary, rows, response, chunk = 50_257, 2, 64, 32
+    policy, reference = (tiny_model(seed, vocab_size=vocabulary).eval() for seed in (0, 1))
+    parameters = max(p.numel() for p in policy.parameters())
+    ids = torch.randint(5, 1000, (rows, 20 + response)).tolist()
+    batch = collate([row[:20] for row in ids], [row[20:] for row in ids], range(rows), pad_id=0, device=CPU)
+    with torch.no_grad(), LargestTensor() as seen:
+        full_kl(policy, reference, batch, temperature=0.7, logits_chunk_tokens=chunk, precision="float32")
+    assert seen.largest <= max(chunk // 2 * vocabulary, parameters) < rows * response * vocabulary / 1.9
 
 
 def test_logprobs_are_float32_under_bfloat16_products():
