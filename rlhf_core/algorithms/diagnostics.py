@@ -1,35 +1,38 @@
-"""What to watch during the update, as sums over real tokens: add them up over micro-batches, divide once at the end.
+"""What to watch during the update, as sums over tokens: add them up over micro-batches, divide once at the end.
 
 Left out: the division, names of metric files, and entropy, which needs the full distribution.
 """
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from rlhf_core.algorithms.losses import LOG_RATIO_CAP, Mask, Scalar, Tokens
+from rlhf_core.algorithms.losses import LOG_RATIO_CAP, Tokens
 from rlhf_core.errors import RowMismatch
+
+Scalar = Float[Tensor, ""]
 
 
 @torch.no_grad()
 def policy_diagnostics(
-    new_logprobs: Tokens, logprobs: Tokens, advantages: Tokens, mask: Mask, *, clip_range: float
+    log_ratios: Tokens, advantages: Tokens, *, clip_range: float, clip_range_high: float, dual_clip: float | None
 ) -> dict[str, Scalar]:
-    """Return sums over real tokens that describe how far the policy has moved.
+    """Return sums over tokens that describe how far the policy has moved, by the log-ratios that the loss uses.
 
-    With d = new_logprobs - logprobs and ratio = exp(d), d bounded to +-20 as in the loss:
+    With d = log_ratios and ratio = exp(d), d bounded to +-20 as in the loss:
         approxkl       0.5 * d^2, nats (TRL's policy/approxkl_avg); d not bounded
         approxkl_k3    ratio - 1 - d, nats, never negative: estimates KL(old || new)
-        clipfrac       1 where the clipped branch of the policy loss is the larger one, so that the gradient is 0
+        clipfrac_low   1 where A < 0 and ratio < 1 - clip_range, so that the gradient is 0
+        clipfrac_high  1 where A > 0 and ratio > 1 + clip_range_high, likewise
+        clipfrac       their sum
+        dual_clipfrac  1 where A < 0 and ratio > dual_clip, likewise; 0 without it
         ratio          ratio
         ratio_squared  ratio^2, for its variance
-        tokens         1
 
     Args:
-        new_logprobs: [B, T], nats, under the policy that is being updated.
-        logprobs: [B, T], nats, under the policy before the update.
-        advantages: [B, T].
-        mask: [B, T], True = real token; other positions may hold anything.
-        clip_range: In (0, 1).
+        log_ratios: [N], nats, as for policy_loss.
+        advantages: [N].
+        clip_range, clip_range_high, dual_clip: As for policy_loss.
 
     Returns:
         One float64 scalar per name; none carries a gradient.
@@ -37,37 +40,38 @@ def policy_diagnostics(
     Raises:
         RowMismatch: If the shapes differ.
     """
-    new, old, advantage = _kept(mask, new_logprobs, logprobs, advantages)
-    difference = new - old
-    bounded = torch.clamp(difference, -LOG_RATIO_CAP, LOG_RATIO_CAP)
+    d, advantage = _wide(log_ratios, advantages)
+    bounded = torch.clamp(d, -LOG_RATIO_CAP, LOG_RATIO_CAP)
     ratio = torch.exp(bounded)
-    clipped = -advantage * torch.clamp(ratio, 1 - clip_range, 1 + clip_range) > -advantage * ratio
+    low = (advantage < 0) & (ratio < 1 - clip_range)
+    high = (advantage > 0) & (ratio > 1 + clip_range_high)
+    dual = (advantage < 0) & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(low)
     return {
-        "approxkl": 0.5 * torch.square(difference).sum(),
+        "approxkl": 0.5 * torch.square(d).sum(),
         "approxkl_k3": torch.clamp(torch.expm1(bounded) - bounded, min=0.0).sum(),
-        "clipfrac": clipped.double().sum(),
+        "clipfrac": (low | high).double().sum(),
+        "clipfrac_low": low.double().sum(),
+        "clipfrac_high": high.double().sum(),
+        "dual_clipfrac": dual.double().sum(),
         "ratio": ratio.sum(),
         "ratio_squared": torch.square(ratio).sum(),
-        "tokens": mask.sum().double(),
     }
 
 
 @torch.no_grad()
 def value_diagnostics(
-    new_values: Tokens, values: Tokens, returns: Tokens, mask: Mask, *, value_clip_range: float
+    new_values: Tokens, values: Tokens, returns: Tokens, *, value_clip_range: float | None
 ) -> dict[str, Scalar]:
-    """Return sums over real tokens that describe the critic.
+    """Return sums over states that describe the critic.
 
-        clipfrac       1 where the clipped branch of the value loss is the larger one
+        clipfrac       1 where the clipped branch of the value loss is the larger one; 0 without a value_clip_range
         squared_error  (new_values - returns)^2, squared reward units
-        tokens         1
 
     Args:
-        new_values: [B, T], reward units, of the critic that is being updated.
-        values: [B, T], reward units, before the update.
-        returns: [B, T], reward units.
-        mask: [B, T], True = real token; other positions may hold anything.
-        value_clip_range: Reward units, positive.
+        new_values: [N], reward units, of the critic that is being updated.
+        values: [N], reward units, before the update.
+        returns: [N], reward units.
+        value_clip_range: Reward units, positive; None = unclipped.
 
     Returns:
         One float64 scalar per name; none carries a gradient.
@@ -75,19 +79,18 @@ def value_diagnostics(
     Raises:
         RowMismatch: If the shapes differ.
     """
-    new, old, target = _kept(mask, new_values, values, returns)
-    clipped = torch.clamp(new, old - value_clip_range, old + value_clip_range)
-    error, clipped_error = torch.square(new - target), torch.square(clipped - target)
+    new, old, target = _wide(new_values, values, returns)
+    error = torch.square(new - target)
+    clipped = new if value_clip_range is None else torch.clamp(new, old - value_clip_range, old + value_clip_range)
     return {
-        "clipfrac": (clipped_error > error).double().sum(),
+        "clipfrac": (torch.square(clipped - target) > error).double().sum(),
         "squared_error": error.sum(),
-        "tokens": mask.sum().double(),
     }
 
 
-def _kept(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Select the real tokens as flat float64, and refuse shapes that would broadcast."""
-    if any(tensor.shape != mask.shape for tensor in tensors):
-        found = ", ".join(str(list(tensor.shape)) for tensor in (*tensors, mask))
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in float64, and refuse shapes that would broadcast."""
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        found = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise RowMismatch(f"expected tensors of one shape, found {found}")
-    return [tensor[mask].double() for tensor in tensors]
+    return [tensor.double() for tensor in tensors]

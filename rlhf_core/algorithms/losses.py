@@ -1,85 +1,173 @@
 """Losses of the policy, the critic and the reward model, per token or per pair.
 
-Left out: how they are weighted and divided (rlhf_core/training). Sums over tokens, divided once by the count of the
-whole minibatch, do not depend on how it was split into micro-batches; a mean of means does.
-A mask is True at real response tokens. Positions where it is False may hold anything, NaN included: they are replaced
-before any arithmetic, because 0 * NaN is NaN in a backward pass.
+Left out: their weights in a minibatch (aggregation.py) and in the whole loss (rlhf_core/training). Tokens are flat, row
+after row, so there is no padding and no mask: what does not count is not passed in.
 """
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from rlhf_core.errors import NumericError, RowMismatch
+from rlhf_core.errors import RowMismatch
 
-# Batched arrays have the shape [B, T] (rows, tokens) or any other that all arguments of a call share.
-Tokens = Float[Tensor, "*batch"]
-Mask = Bool[Tensor, "*batch"]
+Tokens = Float[Tensor, "tokens"]
 Pairs = Float[Tensor, "pairs"]
-Scalar = Float[Tensor, ""]
 
 # Nats. exp(20) = 4.9e8 is finite in float32, and so is its product with any advantage of sane size.
 LOG_RATIO_CAP = 20.0
 
 
 def policy_loss(
-    new_logprobs: Tokens, logprobs: Tokens, advantages: Tokens, mask: Mask | None = None, *, clip_range: float
+    log_ratios: Tokens,
+    advantages: Tokens,
+    importance_weights: Tokens,
+    *,
+    clip_range: float,
+    clip_range_high: float,
+    dual_clip: float | None,
 ) -> Tokens:
     """Return the clipped policy loss of each token.
 
-        ratio = exp(new_logprobs - logprobs)
-        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
+        ratio = exp(log_ratios)
+        loss  = importance_weights * max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range_high))
 
-    The log-ratio is bounded to +-20 before exp. A token beyond that has a finite loss and no gradient: its importance
-    weight means nothing any more, and its gradient would drown all others.
+    and with dual_clip, where A < 0, at most importance_weights * (-A * dual_clip): without it, a bad token that the
+    policy makes far more likely has a loss without bound.
+
+    The log-ratio is bounded to +-20 before exp. A token beyond that has a finite loss and no gradient: its ratio means
+    nothing any more, and its gradient would drown all others.
 
     Args:
-        new_logprobs: [B, T], float32, nats, under the policy that is being updated; carries the gradient.
-        logprobs: [B, T], nats, the same tokens under the policy before the update.
-        advantages: [B, T].
-        mask: [B, T], True = real token. None = all are real; then every position must be finite.
+        log_ratios: [N], nats, new_logprobs - logprobs, or what sequence_log_ratios gives; carries the gradient.
+        advantages: [N].
+        importance_weights: [N], 1 = on policy; a factor without gradient.
         clip_range: In (0, 1).
+        clip_range_high: Positive; clip_range for the symmetric range of the paper.
+        dual_clip: Above 1; None = off.
 
     Returns:
-        [B, T]; 0, with gradient 0, where the mask is False.
+        [N].
 
     Raises:
         RowMismatch: If the shapes differ.
 
-    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7, negated. The bound is ours.
+    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7, negated. clip_range_high: Yu et al.
+    2025, "DAPO: an open-source LLM reinforcement learning system at scale". dual_clip: Ye et al. 2020, "Mastering
+    complex control in MOBA games with deep reinforcement learning". importance_weights: Hilton et al. 2021, "Batch
+    size-invariance for policy optimization" (the decoupled objective). The bound is ours.
     """
-    new_logprobs, logprobs, advantages = _real(mask, new_logprobs, logprobs, advantages)
-    ratio = torch.exp(torch.clamp(new_logprobs - logprobs, -LOG_RATIO_CAP, LOG_RATIO_CAP))
-    return torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - clip_range, 1 + clip_range))
+    _check_one_shape(log_ratios, advantages, importance_weights)
+    ratio = torch.exp(torch.clamp(log_ratios, -LOG_RATIO_CAP, LOG_RATIO_CAP))
+    clipped = torch.clamp(ratio, 1 - clip_range, 1 + clip_range_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    return importance_weights * losses
+
+
+def sequence_log_ratios(new_logprobs: Tokens, logprobs: Tokens, lengths: Sequence[int]) -> Tokens:
+    """Return the log-ratio of each token's whole response, per token, with a gradient of its own for each token.
+
+        value:    mean_u (new_logprobs_u - logprobs_u), over the tokens u of the response: the same for all of them
+        gradient: that of new_logprobs_t alone
+
+    so that every token is clipped with its response, and a token's advantage weighs only that token's gradient.
+
+    Args:
+        new_logprobs: [N], nats, under the policy that is being updated, row after row; carries the gradient.
+        logprobs: [N], nats, under the policy before the update.
+        lengths: Tokens of each row, 1 or more; they sum to N.
+
+    Returns:
+        [N], nats.
+
+    Raises:
+        RowMismatch: If the shapes differ or lengths do not fit them.
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization", section 4.3 (GSPO-token).
+    """
+    _check_one_shape(new_logprobs, logprobs)
+    if sum(lengths) != len(new_logprobs):
+        raise RowMismatch(f"lengths sum to {sum(lengths)}, expected {len(new_logprobs)}, the number of tokens")
+    fixed = new_logprobs.detach()
+    rows = (fixed - logprobs).split(list(lengths))
+    means = torch.cat([row.mean().expand(len(row)) for row in rows]) if rows else fixed
+    return means + (new_logprobs - fixed)
+
+
+def kl_loss(new_logprobs: Tokens, ref_logprobs: Tokens, *, estimator: Literal["k1", "k2", "k3", "absolute"]) -> Tokens:
+    """Return one differentiable estimate of KL(new policy || reference) per sampled token.
+
+    With d = new_logprobs - ref_logprobs:
+
+        k1       = d                    its gradient is 0 on average: it pulls nowhere, and is here to compare
+        k2       = d^2 / 2              gradient d: on average that of the KL itself, on tokens the policy sampled
+        k3       = exp(-d) - 1 + d      gradient 1 - exp(-d)
+        absolute = |d|
+
+    In k3, d is bounded below by -20, so that value and gradient stay finite; beyond, the gradient is 0.
+
+    Args:
+        new_logprobs: [N], nats, under the policy that is being updated; carries the gradient.
+        ref_logprobs: [N], nats, of the same tokens under the reference, at the same temperature.
+        estimator: k1, k2, k3 or absolute.
+
+    Returns:
+        [N], nats.
+
+    Raises:
+        RowMismatch: If the shapes differ.
+
+    Source: Schulman 2020, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html); k3 in the loss: Shao
+    et al. 2024, "DeepSeekMath". The bound is ours.
+    """
+    _check_one_shape(new_logprobs, ref_logprobs)
+    d = new_logprobs - ref_logprobs
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return torch.square(d) / 2
+    if estimator == "absolute":
+        return torch.abs(d)
+    bounded = torch.clamp(d, min=-LOG_RATIO_CAP)
+    return torch.expm1(-bounded) + bounded
 
 
 def value_loss(
-    new_values: Tokens, values: Tokens, returns: Tokens, mask: Mask | None = None, *, value_clip_range: float
+    new_values: Tokens, values: Tokens, returns: Tokens, *, value_clip_range: float | None, factor: float
 ) -> Tokens:
-    """Return the clipped value loss of each token.
+    """Return the value loss of each state.
 
         clipped = clip(new_values, values - value_clip_range, values + value_clip_range)
-        loss    = 0.5 * max((new_values - returns)^2, (clipped - returns)^2)
+        loss    = factor * max((new_values - returns)^2, (clipped - returns)^2)
+
+    and without a value_clip_range, factor * (new_values - returns)^2.
 
     Args:
-        new_values: [B, T], float32, reward units, of the critic that is being updated; carries the gradient.
-        values: [B, T], reward units, before the update.
-        returns: [B, T], reward units.
-        mask: [B, T], True = real token. None = all are real; then every position must be finite.
-        value_clip_range: Reward units, positive.
+        new_values: [N], float32, reward units, of the critic that is being updated; carries the gradient.
+        values: [N], reward units, before the update.
+        returns: [N], reward units.
+        value_clip_range: Reward units, positive; None = unclipped.
+        factor: Positive, usually 0.5.
 
     Returns:
-        [B, T], squared reward units; 0, with gradient 0, where the mask is False.
+        [N], squared reward units.
 
     Raises:
         RowMismatch: If the shapes differ.
 
     Source: openai/baselines, ppo2 (not in the paper); the 0.5 is theirs.
     """
-    new_values, values, returns = _real(mask, new_values, values, returns)
+    _check_one_shape(new_values, values, returns)
+    errors = torch.square(new_values - returns)
+    if value_clip_range is None:
+        return factor * errors
     clipped = torch.clamp(new_values, values - value_clip_range, values + value_clip_range)
-    return 0.5 * torch.maximum(torch.square(new_values - returns), torch.square(clipped - returns))
+    return factor * torch.maximum(errors, torch.square(clipped - returns))
 
 
 def pairwise_loss(chosen: Pairs, rejected: Pairs) -> Pairs:
@@ -97,55 +185,12 @@ def pairwise_loss(chosen: Pairs, rejected: Pairs) -> Pairs:
 
     Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1.
     """
-    chosen, rejected = _real(None, chosen, rejected)
+    _check_one_shape(chosen, rejected)
     return -functional.logsigmoid(chosen - rejected)
 
 
-def masked_sum(x: Tokens, mask: Mask) -> Scalar:
-    """Return the sum of x where the mask is True.
-
-    Args:
-        x: [B, T], any unit; masked positions may hold anything.
-        mask: [B, T], True = counted.
-
-    Returns:
-        A scalar in the unit of x; its gradient is 0 at masked positions.
-
-    Raises:
-        RowMismatch: If the shapes differ.
-    """
-    return _real(mask, x)[0].sum()
-
-
-def masked_mean(x: Tokens, mask: Mask) -> Scalar:
-    """Return the mean of x where the mask is True: masked_sum(x, mask) / number of True.
-
-    Not for micro-batches: the mean of their means is not the mean of the batch.
-
-    Args:
-        x: [B, T], any unit; masked positions may hold anything.
-        mask: [B, T], True = counted.
-
-    Returns:
-        A scalar in the unit of x.
-
-    Raises:
-        NumericError: If the mask is False everywhere.
-        RowMismatch: If the shapes differ.
-    """
-    count = mask.sum()
-    if not count:
-        raise NumericError(
-            f"masked_mean: expected at least one real token, found none in a mask of shape {list(mask.shape)}"
-        )
-    return masked_sum(x, mask) / count
-
-
-def _real(mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """Replace masked positions by 0, and refuse shapes that would broadcast."""
-    shapes = [tensor.shape for tensor in tensors] + ([] if mask is None else [mask.shape])
-    if any(shape != shapes[0] for shape in shapes):
-        raise RowMismatch(f"expected tensors of one shape, found {', '.join(str(list(shape)) for shape in shapes)}")
-    if mask is None:
-        return list(tensors)
-    return [torch.where(mask, tensor, torch.zeros_like(tensor)) for tensor in tensors]
+def _check_one_shape(*tensors: Tensor) -> None:
+    """Refuse shapes that would broadcast."""
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        found = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise RowMismatch(f"expected tensors of one shape, found {found}")

@@ -34,6 +34,7 @@ LIBRARIES = {
         "rlhf_core/training/",
         "rlhf_core/sampling/",
         "rlhf_core/reward/",
+        "rlhf_core/algorithms/aggregation.py",
         "rlhf_core/algorithms/losses.py",
         "rlhf_core/algorithms/diagnostics.py",
     ],

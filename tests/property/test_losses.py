@@ -1,4 +1,4 @@
-"""Laws of the torch half: masks mean "as if dropped", gradients vanish outside the clip, and loops agree."""
+"""Laws of the torch half: loops agree, gradients vanish outside the clip, and parts add up to the whole."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,119 +8,152 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhf_core.algorithms.aggregation import token_weights
 from rlhf_core.algorithms.diagnostics import policy_diagnostics, value_diagnostics
-from rlhf_core.algorithms.losses import masked_mean, masked_sum, pairwise_loss, policy_loss, value_loss
+from rlhf_core.algorithms.losses import kl_loss, pairwise_loss, policy_loss, sequence_log_ratios, value_loss
 from tests.property.strategies import numbers
 from tests.reference import oracles
 
-clip_ranges = st.floats(0.05, 0.5)
 
+class Rows(NamedTuple):
+    """Responses of one or more tokens: four numbers a token, flat, float64."""
 
-class Padded(NamedTuple):
-    """Three [B, T] float64 inputs of a loss, and a mask with at least one True."""
-
+    lengths: list[int]
     new: Tensor
     old: Tensor
     third: Tensor
-    mask: Tensor
+    weights: Tensor
+
+    def split(self, x: Tensor) -> list[list[float]]:
+        """The rows of a flat tensor, as lists."""
+        return [row.tolist() for row in x.split(self.lengths)]
 
 
 @st.composite
-def padded(draw: st.DrawFn) -> Padded:
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+def rows(draw: st.DrawFn) -> Rows:
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    total = sum(lengths)
 
-    def grid(of: st.SearchStrategy[Any], dtype: torch.dtype) -> Tensor:
-        values = draw(st.lists(of, min_size=rows * width, max_size=rows * width))
-        return torch.tensor(values, dtype=dtype).reshape(rows, width)
+    def flat(of: st.SearchStrategy[float]) -> Tensor:
+        return torch.tensor(draw(st.lists(of, min_size=total, max_size=total)), dtype=torch.float64)
 
-    mask = grid(st.booleans(), torch.bool)
-    mask[draw(st.integers(0, rows - 1)), draw(st.integers(0, width - 1))] = True
-    return Padded(*(grid(numbers(-3, 3), torch.float64) for _ in range(3)), mask)
+    return Rows(lengths, *(flat(numbers(-3, 3)) for _ in range(3)), flat(numbers(0, 2)))
 
 
-def poisoned(x: Tensor, mask: Tensor, poison: float) -> Tensor:
-    return torch.where(mask, x, torch.full_like(x, poison))
+class Clip(NamedTuple):
+    low: float
+    high: float
+    dual: float | None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {"clip_range": self.low, "clip_range_high": self.high, "dual_clip": self.dual}
+
+
+clips = st.builds(Clip, st.floats(0.05, 0.5), st.floats(0.05, 0.8), st.none() | st.floats(1.9, 5))
+value_clips = st.none() | st.floats(0.05, 0.5)
 
 
 def assert_close(found: Tensor, expected: Any) -> None:
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
-@given(padded(), clip_ranges)
-def test_policy_loss_is_the_loop(x: Padded, clip_range: float) -> None:
-    found = policy_loss(x.new, x.old, x.third, clip_range=clip_range).flatten().tolist()
-    tokens = zip(x.new.flatten().tolist(), x.old.flatten().tolist(), x.third.flatten().tolist(), strict=True)
-    assert_close(torch.tensor(found, dtype=torch.float64), [oracles.policy_loss(*t, clip_range) for t in tokens])
+def tokens(*tensors: Tensor) -> Any:
+    return zip(*(tensor.tolist() for tensor in tensors), strict=True)
 
 
-@given(padded(), clip_ranges)
-def test_value_loss_is_the_loop(x: Padded, clip_range: float) -> None:
-    found = value_loss(x.new, x.old, x.third, value_clip_range=clip_range).flatten().tolist()
-    tokens = zip(x.new.flatten().tolist(), x.old.flatten().tolist(), x.third.flatten().tolist(), strict=True)
-    assert_close(torch.tensor(found, dtype=torch.float64), [oracles.value_loss(*t, clip_range) for t in tokens])
+@given(rows(), clips)
+def test_policy_loss_is_the_loop(x: Rows, clip: Clip) -> None:
+    log_ratios = x.new - x.old
+    found = policy_loss(log_ratios, x.third, x.weights, **clip.named)
+    assert_close(
+        found, [oracles.policy_loss(d, a, *clip, weight=w) for d, a, w in tokens(log_ratios, x.third, x.weights)]
+    )
 
 
-@given(padded(), clip_ranges)
-def test_at_ratio_one_the_loss_is_minus_the_mean_advantage(x: Padded, clip_range: float) -> None:
-    loss = masked_mean(policy_loss(x.old, x.old, x.third, x.mask, clip_range=clip_range), x.mask)
-    assert_close(loss, -x.third[x.mask].mean())
-    sums = policy_diagnostics(x.old, x.old, x.third, x.mask, clip_range=clip_range)
-    assert sums["clipfrac"] == 0 and sums["approxkl"] == 0 and sums["approxkl_k3"] == 0
-    assert sums["ratio"] == sums["tokens"] == x.mask.sum()
+@given(rows(), clips)
+def test_gradient_is_zero_outside_the_clip_and_minus_a_ratio_inside(x: Rows, clip: Clip) -> None:
+    log_ratios = (x.new - x.old).requires_grad_()
+    loss = policy_loss(log_ratios, x.third, torch.ones_like(x.third), **clip.named)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_ratios)
+    slopes = [oracles.policy_slope(d, a, *clip) for d, a in tokens(log_ratios.detach(), x.third)]
+    assert_close(gradient, slopes)
+    assert not gradient[[slope == 0 for slope in slopes]].any()
+    sums = policy_diagnostics(log_ratios.detach(), x.third, **clip.named)
+    flat = [slope == 0 and advantage != 0 for slope, advantage in zip(slopes, x.third.tolist(), strict=True)]
+    assert sums["clipfrac"] + sums["dual_clipfrac"] == sum(flat)
+    assert sums["clipfrac"] == sums["clipfrac_low"] + sums["clipfrac_high"]
 
 
-@given(padded(), clip_ranges)
-def test_gradient_is_zero_outside_the_clip_and_minus_a_ratio_inside(x: Padded, clip_range: float) -> None:
+@given(rows(), clips)
+def test_at_ratio_one_the_loss_is_minus_the_advantage(x: Rows, clip: Clip) -> None:
+    zero = torch.zeros_like(x.third)
+    assert_close(policy_loss(zero, x.third, torch.ones_like(zero), **clip.named), -x.third)
+    sums = policy_diagnostics(zero, x.third, **clip.named)
+    assert sums["clipfrac"] == sums["approxkl"] == sums["approxkl_k3"] == 0
+    assert sums["ratio"] == len(zero)
+
+
+@given(rows())
+def test_sequence_ratios_are_geometric_means(x: Rows) -> None:
+    found = sequence_log_ratios(x.new, x.old, x.lengths)
+    expected = [
+        value
+        for new, old in zip(x.split(x.new), x.split(x.old), strict=True)
+        for value in [oracles.sequence_log_ratio(new, old)] * len(new)
+    ]
+    assert_close(found, expected)
+
+
+@given(rows(), clips)
+def test_a_sequence_s_gradient_is_each_token_s_own(x: Rows, clip: Clip) -> None:
     new = x.new.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(policy_loss(new, x.old, x.third, clip_range=clip_range).sum(), new)
-    ratio = torch.exp(x.new - x.old)
-    outside = ((x.third > 0) & (ratio > 1 + clip_range)) | ((x.third < 0) & (ratio < 1 - clip_range))
-    assert (gradient[outside] == 0).all()
-    assert_close(gradient[~outside], (-x.third * ratio)[~outside])
-    sums = policy_diagnostics(x.new, x.old, x.third, torch.ones_like(x.mask), clip_range=clip_range)
-    assert sums["clipfrac"] == outside.sum()
+    log_ratios = sequence_log_ratios(new, x.old, x.lengths)
+    loss = policy_loss(log_ratios, x.third, torch.ones_like(x.third), **clip.named)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert_close(gradient, [oracles.policy_slope(d, a, *clip) for d, a in tokens(log_ratios.detach(), x.third)])
 
 
-@given(padded(), clip_ranges, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_masked_is_filtered(x: Padded, clip_range: float, poison: float) -> None:
-    for loss, name in [(policy_loss, "clip_range"), (value_loss, "value_clip_range")]:
-        dirty = [poisoned(t, x.mask, poison) for t in x[:3]]
-        dirty[0].requires_grad_()
-        total = masked_sum(loss(*dirty, x.mask, **{name: clip_range}), x.mask)
-        (gradient,) = torch.autograd.grad(total, dirty[0])
-
-        kept = [t[x.mask] for t in x[:3]]
-        kept[0].requires_grad_()
-        expected = loss(*kept, **{name: clip_range}).sum()
-        (expected_gradient,) = torch.autograd.grad(expected, kept[0])
-        assert_close(total, expected)
-        assert_close(gradient[x.mask], expected_gradient)
-        assert (gradient[~x.mask] == 0).all()
+@given(rows(), st.sampled_from(["k1", "k2", "k3", "absolute"]), st.sampled_from([1.0, 7.0, 30.0]))
+def test_kl_loss_and_its_gradient_are_the_loop(x: Rows, estimator: Any, scale: float) -> None:
+    new = (scale * x.new).requires_grad_()
+    reference = scale * x.old
+    loss = kl_loss(new, reference, estimator=estimator)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert_close(loss.detach(), [oracles.kl(n, r, estimator) for n, r in tokens(new.detach(), reference)])
+    assert_close(gradient, [oracles.kl_slope(n, r, estimator) for n, r in tokens(new.detach(), reference)])
 
 
-@given(padded(), st.integers(1, 3))
-def test_padding_adds_nothing(x: Padded, extra: int) -> None:
-    def widen(t: Tensor, fill: float) -> Tensor:
-        return torch.cat([t, torch.full((t.shape[0], extra), fill, dtype=t.dtype)], dim=1)
-
-    mask = widen(x.mask, False)
-    wide = [widen(t, math.nan) for t in x[:3]]
-    for loss, name in [(policy_loss, "clip_range"), (value_loss, "value_clip_range")]:
-        narrow_mean = masked_mean(loss(*x, **{name: 0.2}), x.mask)
-        assert_close(masked_mean(loss(*wide, mask, **{name: 0.2}), mask), narrow_mean)
-    assert policy_diagnostics(*wide, mask, clip_range=0.2).keys() >= {"tokens"}
-    for diagnostics, name in [(policy_diagnostics, "clip_range"), (value_diagnostics, "value_clip_range")]:
-        before, after = diagnostics(*x, **{name: 0.2}), diagnostics(*wide, mask, **{name: 0.2})
-        for key, value in before.items():
-            assert_close(after[key], value)
+@given(rows(), value_clips)
+def test_value_loss_is_the_loop(x: Rows, clip: float | None) -> None:
+    found = value_loss(x.new, x.old, x.third, value_clip_range=clip, factor=0.5)
+    assert_close(found, [oracles.value_loss(*state, clip) for state in tokens(x.new, x.old, x.third)])
 
 
-@given(padded(), st.data())
-def test_micro_batches_sum_to_the_batch(x: Padded, data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, x.mask.shape[0]))
-    whole = masked_sum(policy_loss(*x, clip_range=0.2), x.mask)
-    parts = [[t[rows] for t in x] for rows in (slice(0, cut), slice(cut, None))]
-    assert_close(sum(masked_sum(policy_loss(*part, clip_range=0.2), part[3]) for part in parts), whole)  # type: ignore[arg-type]
+@given(rows(), st.sampled_from(["token_mean", "sequence_mean", "constant"]), st.data())
+def test_weighted_sums_of_the_parts_are_the_aggregate(x: Rows, aggregation: Any, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(x.lengths)))
+    whole = {"tokens": sum(x.lengths), "responses": len(x.lengths), "constant": 7.0}
+    total = torch.zeros((), dtype=torch.float64)
+    losses = x.new.split(x.lengths)
+    for part in (slice(0, cut), slice(cut, None)):
+        weights = token_weights(x.lengths[part], aggregation=aggregation, **whole)  # type: ignore[arg-type]
+        total += (weights * torch.cat([*losses[part], x.new[:0]])).sum()
+    assert_close(total, oracles.aggregated(x.split(x.new), aggregation, 7.0))
+
+
+@given(rows(), clips, st.data())
+def test_filtered_is_as_if_never_there(x: Rows, clip: Clip, data: st.DataObject) -> None:
+    # There is no mask: a response that is left out changes no token of the others, with either ratio.
+    kept = data.draw(st.lists(st.booleans(), min_size=len(x.lengths), max_size=len(x.lengths)))
+    places = torch.cat([torch.full((n,), keep) for n, keep in zip(x.lengths, kept, strict=True)])
+    lengths = [n for n, keep in zip(x.lengths, kept, strict=True) if keep]
+    for whole, part in [
+        (x.new - x.old, (x.new - x.old)[places]),
+        (sequence_log_ratios(x.new, x.old, x.lengths), sequence_log_ratios(x.new[places], x.old[places], lengths)),
+    ]:
+        among = policy_loss(whole, x.third, x.weights, **clip.named)[places]
+        assert_close(among, policy_loss(part, x.third[places], x.weights[places], **clip.named))
 
 
 @given(st.lists(st.tuples(numbers(-30, 30), numbers(-30, 30)), min_size=1, max_size=10))
@@ -130,20 +163,22 @@ def test_pairwise_loss_is_minus_the_log_of_the_win_probability(pairs: list[tuple
     assert_close(pairwise_loss(chosen, rejected), expected)
 
 
-@given(padded())
-def test_inputs_are_left_as_they_are(x: Padded) -> None:
-    kept = [t.clone() for t in x]
-    policy_loss(*x, clip_range=0.2)
-    value_loss(*x, value_clip_range=0.2)
-    policy_diagnostics(*x, clip_range=0.2)
-    value_diagnostics(*x, value_clip_range=0.2)
-    assert all(torch.equal(before, after) for before, after in zip(kept, x, strict=True))
+@given(rows(), clips)
+def test_inputs_are_left_as_they_are(x: Rows, clip: Clip) -> None:
+    kept = [t.clone() for t in x[1:]]
+    policy_loss(sequence_log_ratios(x.new, x.old, x.lengths), x.third, x.weights, **clip.named)
+    value_loss(x.new, x.old, x.third, value_clip_range=0.2, factor=0.5)
+    kl_loss(x.new, x.old, estimator="k3")
+    policy_diagnostics(x.new, x.third, **clip.named)
+    value_diagnostics(x.new, x.old, x.third, value_clip_range=0.2)
+    assert all(torch.equal(before, after) for before, after in zip(kept, x[1:], strict=True))
 
 
 def test_gradients_agree_with_finite_differences() -> None:
     torch.manual_seed(0)
-    new, old, third = (torch.randn(3, 4, dtype=torch.float64) for _ in range(3))
-    mask = torch.rand(3, 4) > 0.3
+    new, old, third = (torch.randn(12, dtype=torch.float64) for _ in range(3))
     new.requires_grad_()
-    assert torch.autograd.gradcheck(lambda n: policy_loss(n, old, third, mask, clip_range=0.2), (new,))
-    assert torch.autograd.gradcheck(lambda n: value_loss(n, old, third, mask, value_clip_range=0.3), (new,))
+    ones, clip = torch.ones_like(third), Clip(0.2, 0.3, 2.0).named
+    assert torch.autograd.gradcheck(lambda n: policy_loss(n - old, third, ones, **clip), (new,))
+    assert torch.autograd.gradcheck(lambda n: value_loss(n, old, third, value_clip_range=0.3, factor=0.5), (new,))
+    assert torch.autograd.gradcheck(lambda n: kl_loss(n, old, estimator="k3"), (new,))

@@ -20,6 +20,8 @@ def kl(logprob: float, ref_logprob: float, estimator: str, cap: float = 20.0) ->
             return float(d)
         if estimator == "k2":
             return float(d * d / 2)
+        if estimator == "absolute":
+            return float(abs(d))
         d = max(d, Decimal(-cap))
         return float((-d).exp() - 1 + d)
 
@@ -75,19 +77,58 @@ def whiten(x: Row, *, shift_mean: bool = True, epsilon: float = 1e-8) -> list[fl
     return [(value - mean) / math.sqrt(variance + epsilon) + (0.0 if shift_mean else mean) for value in x]
 
 
-def policy_loss(new_logprob: float, logprob: float, advantage: float, clip_range: float) -> float:
+def policy_loss(
+    log_ratio: float, advantage: float, low: float, high: float, dual: float | None = None, weight: float = 1.0
+) -> float:
     """One token, by cases: what is clipped depends on the sign of the advantage."""
-    ratio = math.exp(new_logprob - logprob)
+    ratio = math.exp(log_ratio)
     if advantage >= 0:
-        return -advantage * min(ratio, 1 + clip_range)
-    return -advantage * max(ratio, 1 - clip_range)
+        return weight * -advantage * min(ratio, 1 + high)
+    return weight * -advantage * min(max(ratio, 1 - low), math.inf if dual is None else dual)
 
 
-def value_loss(new_value: float, value: float, target: float, value_clip_range: float) -> float:
-    """One token, by cases: the error of the moved value, or of the furthest allowed one where that is larger."""
+def policy_slope(log_ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
+    """One token's derivative of policy_loss by the log-ratio: -A * ratio where no bound is active, else 0."""
+    ratio = math.exp(log_ratio)
+    if advantage >= 0:
+        inside = ratio < 1 + high
+    else:
+        inside = ratio > 1 - low and (dual is None or ratio < dual)
+    return -advantage * ratio if inside else 0.0
+
+
+def sequence_log_ratio(new_logprobs: Row, logprobs: Row) -> float:
+    """One response: the log of the geometric mean of its token ratios."""
+    product = math.prod(math.exp(new - old) for new, old in zip(new_logprobs, logprobs, strict=True))
+    return math.log(product ** (1 / len(logprobs)))
+
+
+def kl_slope(logprob: float, ref_logprob: float, estimator: str, cap: float = 20.0) -> float:
+    """The derivative of one token's KL estimate by logprob."""
+    d = logprob - ref_logprob
+    if estimator == "k1":
+        return 1.0
+    if estimator == "k2":
+        return d
+    if estimator == "absolute":
+        return float((d > 0) - (d < 0))
+    return 1 - math.exp(-d) if d >= -cap else 0.0
+
+
+def aggregated(rows: Sequence[Row], aggregation: str, constant: float) -> float:
+    """Token losses of all responses as one number, as the definition says."""
+    if aggregation == "token_mean":
+        return math.fsum(value for row in rows for value in row) / sum(len(row) for row in rows)
+    if aggregation == "sequence_mean":
+        return math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
+    return math.fsum(math.fsum(row) / constant for row in rows) / len(rows)
+
+
+def value_loss(new_value: float, value: float, target: float, clip: float | None, factor: float = 0.5) -> float:
+    """One state, by cases: the error of the moved value, or of the furthest allowed one where that is larger."""
     moved = new_value - value
-    allowed = math.copysign(min(abs(moved), value_clip_range), moved)
-    return 0.5 * max(abs(new_value - target), abs(value + allowed - target)) ** 2
+    allowed = moved if clip is None else math.copysign(min(abs(moved), clip), moved)
+    return factor * max(abs(new_value - target), abs(value + allowed - target)) ** 2
 
 
 def log_softmax(logits: Row, temperature: float) -> list[float]:

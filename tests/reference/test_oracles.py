@@ -42,10 +42,26 @@ def test_losses_by_cases() -> None:
         (1.1, -2.2, 2.2),
         (1.5, -2.4, 3.0),
     ]:
-        assert oracles.policy_loss(math.log(ratio), 0.0, 2.0, 0.2) == pytest.approx(plus, **exact)
-        assert oracles.policy_loss(math.log(ratio), 0.0, -2.0, 0.2) == pytest.approx(minus, **exact)
+        assert oracles.policy_loss(math.log(ratio), 2.0, 0.2, 0.2) == pytest.approx(plus, **exact)
+        assert oracles.policy_loss(math.log(ratio), -2.0, 0.2, 0.2) == pytest.approx(minus, **exact)
+    assert oracles.policy_loss(math.log(5), -1.0, 0.2, 0.4, 3.0, weight=0.5) == pytest.approx(1.5, **exact)
+    assert oracles.policy_loss(math.log(5), 1.0, 0.2, 0.4, 3.0) == pytest.approx(-1.4, **exact)
+    assert oracles.policy_slope(math.log(2), -1.0, 0.2, 0.2, 3.0) == pytest.approx(2.0, **exact)
+    assert oracles.policy_slope(math.log(5), -1.0, 0.2, 0.2, 3.0) == oracles.policy_slope(1.0, 1.0, 0.2, 0.2) == 0
+    assert oracles.sequence_log_ratio([-0.9, -1.7], [-1.0, -2.0]) == pytest.approx(0.2, **exact)
     assert oracles.value_loss(1.0, 0.0, 2.0, 0.3) == pytest.approx(0.5 * 1.7**2, **exact)
     assert oracles.value_loss(-1.0, 0.0, 2.0, 0.3) == pytest.approx(0.5 * 3.0**2, **exact)
+    assert oracles.value_loss(1.0, 0.0, 2.0, None, 0.25) == pytest.approx(0.25, **exact)
+
+
+def test_kl_slopes_and_aggregates() -> None:
+    assert oracles.kl(-0.5, 0.0, "absolute") == 0.5
+    for estimator, slope in [("k1", 1.0), ("k2", -0.5), ("absolute", -1.0), ("k3", 1 - math.exp(0.5))]:
+        assert oracles.kl_slope(-0.5, 0.0, estimator) == pytest.approx(slope, **exact)
+    assert oracles.kl_slope(-21.0, 0.0, "k3") == 0
+    rows = [[1.0], [3.0, 5.0, 4.0]]
+    for aggregation, expected in [("token_mean", 3.25), ("sequence_mean", 2.5), ("constant", 0.8125)]:
+        assert oracles.aggregated(rows, aggregation, 8.0) == pytest.approx(expected, **exact)
 
 
 def test_whiten_and_explained_variance() -> None:
