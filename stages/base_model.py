@@ -22,7 +22,7 @@ def main() -> None:
     origin = f"Source: `{params.source}`, revision: `{params.revision}`."
     card = f"# Base model\n\n{origin} Iteration 0 of this run; also its reference model.\n"
     save_pretrained(model, tokenizer, work / "policy", card=card)
-    save_optimizer(OptimizerState(step=0, episode=0, first_moments={}, second_moments={}), work / "optimizer")
+    save_optimizer(OptimizerState(steps={}, episode=0, first_moments={}, second_moments={}), work / "optimizer")
     for name in ("policy", "optimizer"):
         publish(work / name, CHECKPOINTS / name / "0")
     write_json(REWARD_STATE, FIRST_REWARD_STATE)

@@ -1,6 +1,7 @@
 """Train policy and critic on one iteration's responses: `python -m stages.ppo_update ITERATION PREV`."""
 
 import csv
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ from tqdm import tqdm
 
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata
-from rlhf_core.config import load_run
+from rlhf_core.config import Params, load_run
 from rlhf_core.errors import StaleInput
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.loading import load_causal_lm, save_like, torch_device
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
-from rlhf_core.training.optimizer import adamw, captured, restore, schedule, trainable
-from rlhf_core.training.ppo import Settings, summary, update
-from rlhf_core.training.responses import explained_variance_after, policy_card, read_responses
+from rlhf_core.training.learner import LEARNER, Learner, new_learner
+from rlhf_core.training.ppo import explained_variance_after, step_count, summary, update
+from rlhf_core.training.ppo_loss import Settings
+from rlhf_core.training.responses import policy_card, read_responses
 
 CHECKPOINTS = Path("data/checkpoints")
 
@@ -26,53 +28,36 @@ CHECKPOINTS = Path("data/checkpoints")
 def main() -> None:
     """Load the previous checkpoint, update it on data/advantages, and publish policy, critic and optimiser state."""
     iteration, prev = sys.argv[1:3]
-    params = load_run().at(iteration)
+    run = load_run()
+    params = run.at(iteration)
     ppo, compute = params.ppo_update, params.compute
+    critic_only = len(run.chain(iteration)) <= ppo.critic_warmup_iterations
     source = Path(f"data/advantages/iteration={iteration}")
     before = {name: CHECKPOINTS / name / prev for name in ("policy", "critic", "optimizer")}
     metadata = checked(source, before["policy"], before["critic"])
     inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
-    work = work_directory(
-        f"ppo_update@{iteration}", {"inputs": inputs, "ppo_update": ppo.model_dump(), "compute": compute.model_dump()}
-    )
-    responses, empty = read_responses(source)
+    described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
+    work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
 
     device = torch_device(compute.device)
     policy = load_causal_lm(before["policy"], device=device, precision=compute.precision)
-    head = load_critic(before["critic"], hidden_size=policy.config.get_text_config().hidden_size, device=device)
+    critic = load_critic(before["critic"], policy=policy, device=device, precision=compute.precision)
     state = load_optimizer(before["optimizer"])
-    trunk, value_head = trainable(policy, "policy"), trainable(head, "value_head")
-    groups = [(trunk, ppo.learning_rate), (value_head, ppo.value_head_learning_rate)]
-    optimizer = adamw(groups, betas=ppo.adam_betas, eps=ppo.adam_eps, weight_decay=ppo.weight_decay)
-    restore(optimizer, [*trunk, *value_head], state)
-    scheduler = schedule(
-        optimizer,
-        name=ppo.lr_schedule,
-        warmup_steps=ppo.warmup_steps,
-        total_steps=ppo.schedule_steps,
-        first_step=state.step,
+    responses, own = read_responses(
+        source, iteration=iteration, old_logprobs=ppo.old_logprobs, critic=critic is not None
     )
-    settings = Settings(
-        temperature=metadata["temperature"],
-        pad_id=pad_id(load_tokenizer(before["policy"])),
-        seed=derive_seed(params.seed, "ppo_update", iteration),
-        **ppo.model_dump(include=set(Settings.__annotations__)),
-        **compute.model_dump(include=set(Settings.__annotations__)),
-    )
-    steps = ppo.ppo_epochs * -(-len(responses.sample_ids) // ppo.minibatch_size)
+    learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
+    settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
+    steps = step_count(responses, settings)
     with tqdm(total=steps, desc="ppo_update", unit="step") as bar:
-        log = update(policy, head, responses, optimizer, scheduler, settings, lambda row: show(bar, row))
+        log = update(learner, responses, settings, lambda row: show(bar, row))
+    metrics = summary(log, steps=steps) | {"episode": state.episode + own}
+    if critic is not None:
+        metrics["val/explained_variance_after"] = explained_variance_after(policy, critic, responses, settings)
 
-    episode = state.episode + len(responses.sample_ids) + empty
-    metrics = summary(log) | {
-        "episode": episode,
-        "val/explained_variance_after": explained_variance_after(policy, head, responses, settings),
-    }
-    save_like(policy, before["policy"], work / "policy", card=policy_card(iteration, prev, inputs, params.ppo_update))
-    save_critic(head, work / "critic")
-    save_optimizer(
-        captured(optimizer, [*trunk, *value_head], step=state.step + len(log), episode=episode), work / "optimizer"
-    )
+    save_policy(learner, before["policy"], work / "policy", policy_card(iteration, prev, inputs, ppo, critic_only))
+    save_critic(critic, work / "critic")
+    save_optimizer(learner.state(state, steps=len(log), episode=state.episode + own), work / "optimizer")
     for name in ("policy", "critic", "optimizer"):
         publish(work / name, CHECKPOINTS / name / iteration)
     write_json(Path(f"data/metrics/ppo_update/{iteration}.json"), metrics)
@@ -90,13 +75,35 @@ def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:
     return metadata
 
 
+def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pad: int) -> Settings:
+    """Return what the update needs to know, from the parameters and from what the shards say of themselves."""
+    ppo, fields = params.ppo_update, set(Settings.__annotations__)
+    return Settings(
+        **{
+            **ppo.model_dump(include=fields),
+            **params.compute.model_dump(include=fields),
+            "temperature": metadata["temperature"],
+            "clip_range_high": ppo.clip_range_high or ppo.clip_range,
+            "aggregation_constant": ppo.aggregation_constant or metadata["sampling"]["max_new_tokens"],
+            "value_loss_factor": 0.5,
+            "pad_id": pad,
+            "seed": derive_seed(params.seed, "ppo_update", iteration),
+        }
+    )
+
+
+def save_policy(learner: Learner, source: Path, directory: Path, card: str) -> None:
+    """Write the updated policy, or a copy of the source where it was not trained."""
+    if "policy" in learner.parts:
+        save_like(learner.policy, source, directory, card=card)
+        return
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+
+
 def show(bar: "tqdm[Any]", row: dict[str, float]) -> None:
     """Advance the progress bar by one optimiser step."""
-    bar.set_postfix(
-        kl=f"{row['policy/approxkl_avg']:.4f}",
-        clip=f"{row['policy/clipfrac_avg']:.2f}",
-        value=f"{row['loss/value_avg']:.3f}",
-    )
+    bar.set_postfix(kl=f"{row['policy/approxkl_avg']:.4f}", clip=f"{row['policy/clipfrac_avg']:.2f}")
     bar.update()
 
 

@@ -105,11 +105,16 @@ def _load_head(directory: Path, trunk: PreTrainedModel, name: str) -> nn.Linear:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """AdamW's state between iterations, by parameter name."""
+    """AdamW's state between iterations, by parameter name.
 
-    step: int  # optimiser steps taken since the base model
+    A part is what a parameter's name begins with: policy, value_head, or critic (a separate critic's backbone). A part
+    that was not trained yet has no steps and no moments; one that stands still, as the policy does in critic warm-up,
+    keeps both.
+    """
+
+    steps: dict[str, int]  # optimiser steps since the base model, by part
     episode: int  # responses trained on since the base model, each counted once per iteration
-    first_moments: dict[str, Tensor]  # exp_avg; empty before the first step
+    first_moments: dict[str, Tensor]  # exp_avg; of the parts with steps
     second_moments: dict[str, Tensor]  # exp_avg_sq
 
 
@@ -119,7 +124,7 @@ def save_optimizer(state: OptimizerState, directory: Path) -> None:
     moments = {f"exp_avg/{name}": tensor for name, tensor in state.first_moments.items()}
     moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in state.second_moments.items()}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in moments.items()}, directory / _MOMENTS)
-    write_json(directory / _OPTIMIZER, {"kind": "adamw", "step": state.step, "episode": state.episode})
+    write_json(directory / _OPTIMIZER, {"kind": "adamw", "steps": state.steps, "episode": state.episode})
 
 
 def load_optimizer(directory: Path) -> OptimizerState:
@@ -131,7 +136,7 @@ def load_optimizer(directory: Path) -> OptimizerState:
     description = read_json(directory / _OPTIMIZER)
     moments = _read_tensors(directory / _MOMENTS)
     return OptimizerState(
-        step=int(description["step"]),
+        steps={part: int(step) for part, step in description["steps"].items()},
         episode=int(description["episode"]),
         first_moments={n.removeprefix("exp_avg/"): t for n, t in moments.items() if n.startswith("exp_avg/")},
         second_moments={n.removeprefix("exp_avg_sq/"): t for n, t in moments.items() if n.startswith("exp_avg_sq/")},

@@ -1,11 +1,10 @@
 """AdamW over named parameters, its schedule and its steps: shared by train_rm and ppo_update."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import get_scheduler
 
 from rlhf_core.errors import ModelError, NumericError
@@ -48,82 +47,109 @@ def schedule(
     return scheduler
 
 
-def restore(optimizer: torch.optim.AdamW, named: NamedParameters, state: OptimizerState) -> None:
+def restore(
+    optimizer: torch.optim.AdamW,
+    parts: Mapping[str, NamedParameters],
+    state: OptimizerState,
+    *,
+    trained: Collection[str],
+) -> None:
     """Put the stored moments back, by parameter name.
+
+    Args:
+        optimizer: Over the trained parts.
+        parts: All parts that there are; the state is checked against all of them.
+        state: Stored moments of the parts that have been trained so far.
+        trained: Names of the parts that this optimiser trains.
 
     Raises:
         ModelError: If the stored moments are for other parameters.
     """
-    if state.step == 0:
-        return
-    names = {name for name, _ in named}
+    stored = {name: parts.get(name, []) for name, step in state.steps.items() if step}
+    names = {name for named in stored.values() for name, _ in named}
     if names != state.first_moments.keys() or names != state.second_moments.keys():
-        different = sorted(names ^ state.first_moments.keys())[:3]
+        different = sorted((names ^ state.first_moments.keys()) | (names ^ state.second_moments.keys()))[:3]
         raise ModelError(
             f"the optimiser state is for other parameters than the policy and critic: {', '.join(different)}"
         )
-    for name, parameter in named:
-        if state.first_moments[name].shape != parameter.shape:
-            raise ModelError(
-                f"the optimiser state of {name} has shape {list(state.first_moments[name].shape)},"
-                f" expected {list(parameter.shape)}"
-            )
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(state.step), device=parameter.device),
-            "exp_avg": state.first_moments[name].to(parameter.device, parameter.dtype),
-            "exp_avg_sq": state.second_moments[name].to(parameter.device, parameter.dtype),
-        }
+    for part, named in stored.items():
+        for name, parameter in named:
+            if state.first_moments[name].shape != parameter.shape:
+                raise ModelError(
+                    f"the optimiser state of {name} has shape {list(state.first_moments[name].shape)},"
+                    f" expected {list(parameter.shape)}"
+                )
+            if part in trained:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(float(state.steps[part]), device=parameter.device),
+                    "exp_avg": state.first_moments[name].to(parameter.device, parameter.dtype),
+                    "exp_avg_sq": state.second_moments[name].to(parameter.device, parameter.dtype),
+                }
 
 
-def captured(optimizer: torch.optim.AdamW, named: NamedParameters, *, step: int, episode: int) -> OptimizerState:
-    """Return the optimiser's state for the next iteration, by parameter name."""
+def captured(
+    optimizer: torch.optim.AdamW,
+    trained: Mapping[str, NamedParameters],
+    before: OptimizerState,
+    *,
+    steps: int,
+    episode: int,
+) -> OptimizerState:
+    """Return the optimiser's state for the next iteration, by parameter name.
+
+    Args:
+        optimizer: After its steps.
+        trained: The parts that it trained.
+        before: The state that it started from; the other parts are taken over from it.
+        steps: Optimiser steps since then.
+        episode: See OptimizerState.
+    """
+    named = [pair for part in trained.values() for pair in part]
+    first = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named}
+    second = {name: optimizer.state[parameter]["exp_avg_sq"] for name, parameter in named}
     return OptimizerState(
-        step=step,
+        steps=before.steps | {part: before.steps.get(part, 0) + steps for part in trained},
         episode=episode,
-        first_moments={name: optimizer.state[parameter]["exp_avg"] for name, parameter in named},
-        second_moments={name: optimizer.state[parameter]["exp_avg_sq"] for name, parameter in named},
+        first_moments=before.first_moments | first,
+        second_moments=before.second_moments | second,
     )
 
 
 def clip_and_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    parameters: Iterable[nn.Parameter],
+    groups: Mapping[str, Iterable[nn.Parameter]],
     *,
     max_grad_norm: float,
     where: str,
-) -> float:
-    """Clip the gradient to a global norm, take one step, clear the gradient, and return the norm before clipping.
+) -> dict[str, float]:
+    """Clip each group's gradient to a global norm, take one step, clear the gradient, and return the norms before it.
 
     Args:
         optimizer: Steps once.
         scheduler: Steps once, after the optimiser.
-        parameters: All that are trained.
-        max_grad_norm: Global 2-norm.
+        groups: All parameters that are trained, by the name of the group's norm.
+        max_grad_norm: 2-norm over a group.
         where: For the error: which step of which stage, and which rows.
 
     Raises:
-        NumericError: If the gradient is not finite. The step is not taken.
+        NumericError: If a gradient is not finite. The step is not taken.
     """
-    norm: Tensor = nn.utils.clip_grad_norm_(list(parameters), max_grad_norm)
-    value = float(norm)
-    if not math.isfinite(value):
-        raise NumericError(
-            f"{where}: the gradient's norm is {value}; the step was not taken. Likely causes: a"
-            f" learning rate that is too"
-            " high, or extreme scores or advantages (look at the rows with `rlhf inspect`)"
-        )
+    norms = {
+        name: float(nn.utils.clip_grad_norm_(list(parameters), max_grad_norm)) for name, parameters in groups.items()
+    }
+    for name, norm in norms.items():
+        if not math.isfinite(norm):
+            raise NumericError(
+                f"{where}: the gradient's norm ({name}) is {norm}; the step was not taken. Likely causes: a learning"
+                " rate that is too high, or extreme scores or advantages (look at the rows with `rlhf inspect`)"
+            )
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return value
+    return norms
 
 
 def trainable(model: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that are trained, each once, under names with a prefix."""
     return [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def scalars(values: dict[str, Any]) -> dict[str, float]:
-    """Return zero-dimensional tensors and numbers as Python floats."""
-    return {name: float(value) for name, value in values.items()}

@@ -20,8 +20,8 @@ from rlhf_core.errors import ConfigError, NumericError
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import for_all_rows, sequence_scores
 from rlhf_core.training.distributed import Processes
+from rlhf_core.training.minibatches import minibatches
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule, trainable
-from rlhf_core.training.ppo import minibatches
 
 logger = logging.getLogger("rlhf")
 
@@ -136,7 +136,7 @@ def train(
     """
     named = trainable(model, "reward_model")
     optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay)
-    batches = list(minibatches(len(pairs.pair_ids), ppo_epochs=epochs, minibatch_size=batch_size, seed=seed))
+    batches = list(minibatches(len(pairs.pair_ids), epochs=epochs, minibatch_size=batch_size, seed=seed))
     warmup = math.ceil(warmup_fraction * len(batches))
     scheduler = schedule(optimizer, name="linear", warmup_steps=warmup, total_steps=len(batches) + 1, first_step=0)
     parameters = [parameter for _, parameter in named]
@@ -158,7 +158,13 @@ def train(
                 raise NumericError(f"{_where(step, pairs, share)}: the loss is {total}; the step was not taken")
         processes.add_gradients(parameters)
         loss = sum(processes.gathered(total))
-        clip_and_step(optimizer, scheduler, parameters, max_grad_norm=max_grad_norm, where=_where(step, pairs, rows))
+        clip_and_step(
+            optimizer,
+            scheduler,
+            {"grad_norm": parameters},
+            max_grad_norm=max_grad_norm,
+            where=_where(step, pairs, rows),
+        )
         losses.append(loss)
         progress(loss)
     return float(np.mean(losses[-max(len(batches) // epochs, 1) :]))
