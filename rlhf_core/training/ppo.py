@@ -129,8 +129,8 @@ def _accumulate(
 
 def _step_metrics(sums: dict[str, float], ratio_error: float) -> dict[str, float]:
     """Return a whole minibatch's metrics from the sums over its rows."""
-    mean_square = sums["val/ratio_squared"]
-    kept = {name: value for name, value in sums.items() if name != "val/ratio_squared"}
+    mean_square = sums["ratio_squared"]
+    kept = {name: value for name, value in sums.items() if name != "ratio_squared"}
     variance = max(mean_square - sums["val/ratio"] ** 2, 0.0)
     return kept | {"val/ratio_var": variance, "policy/ratio_error_max": ratio_error}
 

@@ -133,7 +133,7 @@ def _policy_terms(
         "policy/clipfrac_high_avg": shares["clipfrac_high"],
         "policy/dual_clipfrac_avg": shares["dual_clipfrac"],
         "val/ratio": shares["ratio"],
-        "val/ratio_squared": shares["ratio_squared"],
+        "ratio_squared": shares["ratio_squared"],
     }
     return policy_term + settings.kl_loss_coef * kl_term - settings.entropy_coef * entropy_term, metrics
 
