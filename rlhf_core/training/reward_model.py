@@ -158,13 +158,8 @@ def train(
                 raise NumericError(f"{_where(step, pairs, share)}: the loss is {total}; the step was not taken")
         processes.add_gradients(parameters)
         loss = sum(processes.gathered(total))
-        clip_and_step(
-            optimizer,
-            scheduler,
-            {"grad_norm": parameters},
-            max_grad_norm=max_grad_norm,
-            where=_where(step, pairs, rows),
-        )
+        where = _where(step, pairs, rows)
+        clip_and_step(optimizer, scheduler, {"grad_norm": parameters}, max_grad_norm=max_grad_norm, where=where)
         losses.append(loss)
         progress(loss)
     return float(np.mean(losses[-max(len(batches) // epochs, 1) :]))
