@@ -35,7 +35,15 @@ from rlhf_core.report.inspect import (
 )
 from rlhf_core.report.metrics import Row, chain_rows, main_chain, write_text
 from rlhf_core.report.table import print_summary
-from rlhf_core.report.terminal import console, iteration_table, print_json, print_records, print_table, token_table
+from rlhf_core.report.terminal import (
+    AFTER_COLUMNS,
+    console,
+    iteration_table,
+    print_json,
+    print_records,
+    print_table,
+    token_table,
+)
 from rlhf_core.report.text import printable
 
 app = typer.Typer(
@@ -98,7 +106,8 @@ def inspect(
     available = column_names(files[0])
     several = len({source.iteration for source in files}) > 1
     shown = _shown(available, columns, as_json=as_json, several=several)
-    extra = ["response_ids", *token_columns(available)] if tokens else []
+    after = [name for name in AFTER_COLUMNS if name in available]
+    extra = ["response_ids", *token_columns(available), *after] if tokens else []
     if tokens and "response_length" not in available:
         raise RlhfError(
             f"{path}: --tokens needs response_ids, one list a row, as rollouts and all that is made of them have"
@@ -120,7 +129,12 @@ def inspect(
         if as_json:
             rows = [{**row, "tokens": pieces} for row, pieces in zip(rows, texts, strict=True)]
         tables = [
-            token_table(pieces, row["response_ids"], {name: row[name] for name in _token_columns(available)})
+            token_table(
+                pieces,
+                row["response_ids"],
+                {name: row[name] for name in _token_columns(available)},
+                {AFTER_COLUMNS[name]: row[name] for name in after},
+            )
             for row, pieces in zip(rows, texts, strict=True)
         ]
         shown = [*shown, *(["tokens", *extra] if as_json else [])]

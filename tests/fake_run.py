@@ -206,7 +206,8 @@ def _evaluated(row: dict[str, Any], step: int) -> dict[str, Any]:
 def _scored(row: dict[str, Any], step: int) -> dict[str, Any]:
     score = (1.0 if row["finish_reason"] == "stop" else -1.0) + 0.01 * row["sample_index"]
     values = [0.1 * score] * len(row["response_ids"])
-    return {**row, **_logprobs(row, step), "values": values, "score_reward_model": score, "score": score}
+    critic = {"values": values, "bootstrap_value": 0.1 * score}
+    return {**row, **_logprobs(row, step), **critic, "score_reward_model": score, "score": score}
 
 
 def _with_advantages(row: dict[str, Any]) -> dict[str, Any]:
@@ -216,9 +217,11 @@ def _with_advantages(row: dict[str, Any]) -> dict[str, Any]:
         rewards[-1] += row["score"]
     return {
         **row,
+        "importance_weights": [1.0] * length,
         "rewards": rewards,
         "advantages": [row["score"] - 0.01 * place for place in range(length)],
         "returns": [row["score"]] * length,
+        "bootstrap_return": None,
     }
 
 

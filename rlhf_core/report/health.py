@@ -202,12 +202,13 @@ def score_verdict(rows: list[Row]) -> Verdict:
 
     The standard error takes responses as independent. Samples of one prompt are not quite, so it is a little small.
     """
+    places = [place for place, value in enumerate(_column(rows, "objective/scores")) if value is not None]
     values = [value for value in _column(rows, "objective/scores") if value is not None]
     if not values:
         return _unmeasured()
     if len(values) < 2:
         return Verdict("watch", "one iteration: a rise needs two")
-    rise, error = values[-1] - values[0], _difference_error(rows[0], rows[-1])
+    rise, error = values[-1] - values[0], _difference_error(rows[places[0]], rows[places[-1]])
     if rise < -SURE * error:
         return Verdict(
             "low",
@@ -225,7 +226,7 @@ def score_verdict(rows: list[Row]) -> Verdict:
     if values[best] - values[-1] > SURE * error:
         return Verdict(
             "watch",
-            f"up by {rise:.3g} since the first iteration, but below its best at iteration {best + 1} of the chain",
+            f"up by {rise:.3g} since the first iteration, but below its best at iteration {places[best] + 1} of the chain",
             "Roll back to the best iteration with prev, and lower ppo_update.learning_rate.",
         )
     return Verdict("ok", f"up by {rise:.3g} since the first iteration (standard error {error:.2g})")

@@ -31,11 +31,15 @@ TOKEN_COLUMNS = {
     "sampler_logprobs": "logprob",
     "logprobs": "logprob",
     "ref_logprobs": "ref",
+    "full_kl": "full KL",
     "values": "value",
+    "importance_weights": "weight",
     "rewards": "reward",
     "advantages": "advantage",
     "returns": "return",
 }
+# Columns with one number after the last token, below which column of tokens they are shown.
+AFTER_COLUMNS = {"bootstrap_value": "values", "bootstrap_return": "returns"}
 
 
 def console() -> Console:
@@ -70,13 +74,19 @@ def print_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-def token_table(texts: Sequence[str], ids: Sequence[int], columns: Mapping[str, Sequence[float]]) -> Table:
-    """Return a table with one line for each response token.
+def token_table(
+    texts: Sequence[str],
+    ids: Sequence[int],
+    columns: Mapping[str, Sequence[float]],
+    after: Mapping[str, float | None],
+) -> Table:
+    """Return a table with one line for each response token, and one for the state after the last where it has numbers.
 
     Args:
         texts: Text of each token, [T].
         ids: Token ids, [T].
         columns: Name -> one number for each token, [T].
+        after: Name of one of these columns -> its number after the last token; None = unknown.
     """
     table = Table(box=None, header_style="dim", pad_edge=True)
     for name in ("#", "id"):
@@ -87,6 +97,9 @@ def token_table(texts: Sequence[str], ids: Sequence[int], columns: Mapping[str, 
     for position, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         numbers = (f"{values[position]:.4f}" for values in columns.values())
         table.add_row(str(position), str(token_id), Text(printable(text)), *numbers)
+    if any(value is not None for value in after.values()):
+        ends = [after.get(name) for name in columns]
+        table.add_row("end", "", "", *("" if value is None else f"{value:.4f}" for value in ends))
     return table
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_core import cli
+from rlhf_core.artifacts.schema import scores_schema
+from rlhf_core.artifacts.shards import read_table, write_shard
 from rlhf_core.cli import app, append_iterations, iterations_since_best
 from rlhf_core.config import load_run
 from rlhf_core.errors import RlhfError
@@ -268,14 +271,28 @@ def test_inspect_tokens_line_up_with_their_numbers(run: Path) -> None:
     found = rlhf("inspect", "data/advantages", "--sample-id", "2-train000-1", "--tokens", root=run)
     assert found.returncode == 0, found.stderr
     lines = [line.split() for line in found.stdout.splitlines()]
-    start = lines.index(["#", "id", "token", "logprob", "ref", "value", "reward", "advantage", "return"])
+    names = ["logprob", "ref", "value", "weight", "reward", "advantage", "return"]
+    start = lines.index(["#", "id", "token", *names])
     first = lines[start + 1]
     row = json.loads(rlhf("inspect", "data/advantages", "--sample-id", "2-train000-1", "--json", root=run).stdout)
     assert first[:3] == ["0", str(row["response_ids"][0]), row["response"][0]]
-    assert first[3:] == [
-        f"{row[name][0]:.4f}" for name in ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
-    ]
-    assert lines[start + len(row["response_ids"])][0] == str(len(row["response_ids"]) - 1)
+    columns = ("logprobs", "ref_logprobs", "values", "importance_weights", "rewards", "advantages", "returns")
+    assert first[3:] == [f"{row[name][0]:.4f}" for name in columns]
+    length = len(row["response_ids"])
+    assert lines[start + length][0] == str(length - 1)
+    assert lines[start + length + 1] == ["end", f"{row['bootstrap_value']:.4f}"]  # no return after the last token
+
+
+def test_inspect_shows_tokens_of_a_run_without_critic(run: Path, tmp_path: Path) -> None:
+    table = read_table(run / "data/scores/iteration=1").drop_columns(["values", "bootstrap_value"])
+    schema = scores_schema(["reward_model"], critic=False)
+    write_shard(tmp_path / "data/scores/part-00000.parquet", table, schema, {})
+    shutil.copytree(run / "data/checkpoints", tmp_path / "data/checkpoints")
+    found = rlhf("inspect", "data/scores", "--limit", "1", "--tokens", root=tmp_path)
+    assert found.returncode == 0, found.stderr
+    lines = [line.split() for line in found.stdout.splitlines()]
+    assert ["#", "id", "token", "logprob", "ref"] in lines
+    assert not any(line[:1] == ["end"] for line in lines)
 
 
 def test_inspect_json_has_every_column(run: Path) -> None:

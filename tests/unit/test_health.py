@@ -86,6 +86,16 @@ def test_scores_rise_beyond_their_noise(values: list[float], status: str) -> Non
     assert health.score_verdict(history).status == status
 
 
+def test_scores_skip_iterations_that_sampled_nothing() -> None:
+    # The second and fourth only replayed: no score of their own. 0.8 at iteration 3, 0.5 at 5: 0.3 below its best.
+    history = rows("objective/scores", 0.0, 9.0, 0.8, 9.0, 0.5, **{"objective/scores_std": 1.0, "score/responses": 200})
+    for row in (history[1], history[3]):
+        del row["objective/scores"], row["objective/scores_std"]
+        row["score/responses"] = 0
+    verdict = health.score_verdict(history)
+    assert verdict.status == "watch" and "below its best at iteration 3 of the chain" in verdict.note
+
+
 @pytest.mark.parametrize(
     "values, status, words",
     [
