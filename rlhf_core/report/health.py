@@ -226,7 +226,8 @@ def score_verdict(rows: list[Row]) -> Verdict:
     if values[best] - values[-1] > SURE * error:
         return Verdict(
             "watch",
-            f"up by {rise:.3g} since the first iteration, but below its best at iteration {places[best] + 1} of the chain",
+            f"up by {rise:.3g} since the first iteration, but below its best at iteration {places[best] + 1} of the"
+            " chain",
             "Roll back to the best iteration with prev, and lower ppo_update.learning_rate.",
         )
     return Verdict("ok", f"up by {rise:.3g} since the first iteration (standard error {error:.2g})")

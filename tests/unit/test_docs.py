@@ -66,7 +66,7 @@ def written(kind: pa.DataType) -> str:
     return str(kind)
 
 
-SCORES = schema.scores_schema(["<source>"])
+SCORES = schema.scores_schema(["<source>"], full_kl=True)
 
 
 @pytest.mark.parametrize(
