@@ -293,6 +293,11 @@ class Params(_Section):
             raise ValueError(
                 f"advantages.estimator is {advantages.estimator}, which needs values, but critic.kind is none"
             )
+        if self.critic.kind == "none" and self.ppo_update.critic_warmup_iterations:
+            raise ValueError(
+                f"ppo_update.critic_warmup_iterations is {self.ppo_update.critic_warmup_iterations}, but critic.kind is"
+                " none: nothing would learn"
+            )
         if self.critic.init == "reward_model" and self.ingest.preferences is None:
             raise ValueError(
                 "critic.init is reward_model, but ingest.preferences is null: there is nothing to train it on"

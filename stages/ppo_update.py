@@ -86,6 +86,7 @@ def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pa
             "clip_range_high": ppo.clip_range_high or ppo.clip_range,
             "aggregation_constant": ppo.aggregation_constant or float(metadata["sampling"]["max_new_tokens"]),
             "value_loss_factor": 0.5,
+            "kl_estimate_bound": None,
             "pad_id": pad,
             "seed": derive_seed(params.seed, "ppo_update", iteration),
         }

@@ -28,6 +28,7 @@ def settings(**changes: Any) -> Settings:
         "temperature": 0.7, "ppo_epochs": 1, "minibatch_size": 4, "old_logprobs": "trainer", "ratio": "token",
         "clip_range": 0.2, "clip_range_high": 0.2, "dual_clip": None, "value_clip_range": 0.3, "value_loss_factor": 0.5,
         "value_coef": 0.1, "entropy_coef": 0.01, "kl_loss_coef": 0.0, "kl_loss_estimator": "k3",
+        "kl_estimate_bound": None,
         "aggregation": "token_mean", "aggregation_constant": 8.0, "target_kl": None, "max_grad_norm": 1.0,
         "max_batch_tokens": 64, "logits_chunk_tokens": 8, "precision": "float32", "pad_id": 0, "seed": 1,
     }  # fmt: skip

@@ -99,7 +99,13 @@ def sequence_log_ratios(new_logprobs: Tokens, logprobs: Tokens, lengths: Sequenc
     return means + (new_logprobs - fixed)
 
 
-def kl_loss(new_logprobs: Tokens, ref_logprobs: Tokens, *, estimator: Literal["k1", "k2", "k3", "absolute"]) -> Tokens:
+def kl_loss(
+    new_logprobs: Tokens,
+    ref_logprobs: Tokens,
+    *,
+    estimator: Literal["k1", "k2", "k3", "absolute"],
+    estimate_bound: float | None,
+) -> Tokens:
     """Return one differentiable estimate of KL(new policy || reference) per sampled token.
 
     With d = new_logprobs - ref_logprobs:
@@ -109,12 +115,13 @@ def kl_loss(new_logprobs: Tokens, ref_logprobs: Tokens, *, estimator: Literal["k
         k3       = exp(-d) - 1 + d      gradient 1 - exp(-d)
         absolute = |d|
 
-    In k3, d is bounded below by -20, so that value and gradient stay finite; beyond, the gradient is 0.
+    In k3, d is bounded below by -20, so that value and gradient stay finite. Beyond a bound the gradient is 0.
 
     Args:
         new_logprobs: [N], nats, under the policy that is being updated; carries the gradient.
         ref_logprobs: [N], nats, of the same tokens under the reference, at the same temperature.
         estimator: k1, k2, k3 or absolute.
+        estimate_bound: Nats, of the estimate's absolute value; None = none.
 
     Returns:
         [N], nats.
@@ -123,18 +130,20 @@ def kl_loss(new_logprobs: Tokens, ref_logprobs: Tokens, *, estimator: Literal["k
         RowMismatch: If the shapes differ.
 
     Source: Schulman 2020, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html); k3 in the loss: Shao
-    et al. 2024, "DeepSeekMath". The bound is ours.
+    et al. 2024, "DeepSeekMath". The bound of d is ours.
     """
     _check_one_shape(new_logprobs, ref_logprobs)
     d = new_logprobs - ref_logprobs
     if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return torch.square(d) / 2
-    if estimator == "absolute":
-        return torch.abs(d)
-    bounded = torch.clamp(d, min=-LOG_RATIO_CAP)
-    return torch.expm1(-bounded) + bounded
+        estimate = d
+    elif estimator == "k2":
+        estimate = torch.square(d) / 2
+    elif estimator == "k3":
+        bounded = torch.clamp(d, min=-LOG_RATIO_CAP)
+        estimate = torch.expm1(-bounded) + bounded
+    else:
+        estimate = torch.abs(d)
+    return estimate if estimate_bound is None else torch.clamp(estimate, -estimate_bound, estimate_bound)
 
 
 def value_loss(

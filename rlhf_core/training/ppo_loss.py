@@ -36,6 +36,7 @@ class Settings:
     entropy_coef: float
     kl_loss_coef: float
     kl_loss_estimator: Literal["k1", "k2", "k3", "absolute"]
+    kl_estimate_bound: float | None
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     aggregation_constant: float
     target_kl: float | None
@@ -118,7 +119,13 @@ def _policy_terms(
         constant=settings.aggregation_constant,
     ).to(log_ratios.device)
     policy_term = (weights * policy_loss(log_ratios, advantages, importance_weights, **clip)).sum()
-    kl_term = (weights * kl_loss(outputs.logprobs, ref_logprobs, estimator=settings.kl_loss_estimator)).sum()
+    kls = kl_loss(
+        outputs.logprobs,
+        ref_logprobs,
+        estimator=settings.kl_loss_estimator,
+        estimate_bound=settings.kl_estimate_bound,
+    )
+    kl_term = (weights * kls).sum()
     entropy_term = (weights * outputs.entropy).sum()
     moved = policy_diagnostics(log_ratios, advantages, **clip)
     shares = {name: total / whole.tokens for name, total in moved.items()}

@@ -360,6 +360,14 @@ def several(*changes: tuple[str, str, str]) -> str:
     "changes, words",
     [
         ([("critic", "kind", "none")], ["advantages.estimator is gae", "critic.kind is none"]),
+        (
+            [
+                ("critic", "kind", "none"),
+                ("advantages", "estimator", "rloo"),
+                ("ppo_update", "critic_warmup_iterations", 2),
+            ],
+            ["ppo_update.critic_warmup_iterations is 2", "critic.kind is none"],
+        ),
         ([("critic", "init", "reward_model")], ["critic: init is 'reward_model'", "kind to separate"]),
         (
             [("critic", "kind", "none"), ("critic", "init", "gpt2"), ("advantages", "estimator", "rloo")],

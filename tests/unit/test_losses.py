@@ -180,7 +180,7 @@ KL = {
 def test_kl_loss_and_its_gradient(estimator: str) -> None:
     reference = tensor([-1.5] * 6)
     new = (reference + tensor([0.0, 0.5, -0.5, 20.0, 100.0, -100.0])).requires_grad_()
-    loss = kl_loss(new, reference, estimator=estimator)  # type: ignore[arg-type]
+    loss = kl_loss(new, reference, estimator=estimator, estimate_bound=None)  # type: ignore[arg-type]
     close(loss, KL[estimator][0])
     (slope,) = torch.autograd.grad(loss.sum(), new)
     close(slope, KL[estimator][1])
@@ -188,15 +188,25 @@ def test_kl_loss_and_its_gradient(estimator: str) -> None:
 
 def test_k3_at_a_difference_of_minus_twenty_still_has_its_gradient() -> None:
     new = tensor([-20.0], grad=True)
-    loss = kl_loss(new, tensor([0.0]), estimator="k3")
+    loss = kl_loss(new, tensor([0.0]), estimator="k3", estimate_bound=None)
     close(loss, [math.exp(20) - 21])
     (slope,) = torch.autograd.grad(loss.sum(), new)
     close(slope, [1 - math.exp(20)])
 
 
+def test_an_estimate_may_be_bounded_and_has_no_gradient_beyond() -> None:
+    # verl and OpenRLHF: to 10 nats. k3 at d = -3 is e^3 - 4 = 16.09, at d = 100 it is 99, at d = 1 it is e^-1.
+    new = tensor([-3.0, 100.0, 1.0], grad=True)
+    loss = kl_loss(new, torch.zeros_like(new), estimator="k3", estimate_bound=10.0)
+    close(loss, [10.0, 10.0, math.exp(-1)])
+    (slope,) = torch.autograd.grad(loss.sum(), new)
+    close(slope, [0.0, 0.0, 1 - math.exp(-1)])
+    close(kl_loss(tensor([-30.0]), tensor([0.0]), estimator="k1", estimate_bound=10.0), [-10.0])
+
+
 def test_k3_keeps_its_digits_where_the_policies_are_close() -> None:
     # d^2/2 - d^3/6 at d = 1e-3 in float32; exp(-d) - 1 + d would be off by percents.
-    found = kl_loss(torch.tensor([1e-3]), torch.tensor([0.0]), estimator="k3")
+    found = kl_loss(torch.tensor([1e-3]), torch.tensor([0.0]), estimator="k3", estimate_bound=None)
     assert found.item() == pytest.approx(5e-7 - 1e-9 / 6, rel=1e-3)
 
 
@@ -257,6 +267,6 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
             torch.ones(2, 3), torch.ones(2, 3, 1), torch.ones(2, 3), value_clip_range=0.3, factor=0.5
         )
     with pytest.raises(RowMismatch, match=r"\[2\], \[1\]"):
-        inspect.unwrap(kl_loss)(torch.ones(2), torch.ones(1), estimator="k1")
+        inspect.unwrap(kl_loss)(torch.ones(2), torch.ones(1), estimator="k1", estimate_bound=None)
     with pytest.raises(RowMismatch, match=r"\[2\], \[1\]"):
         inspect.unwrap(pairwise_loss)(torch.ones(2), torch.ones(1))
