@@ -17,6 +17,7 @@ from rlhf_core.models.loading import load_causal_lm, save_like, torch_device
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
+from rlhf_core.training.distributed import join, launch
 from rlhf_core.training.learner import LEARNER, Learner, new_learner
 from rlhf_core.training.ppo import explained_variance_after, step_count, summary, update
 from rlhf_core.training.ppo_loss import Settings
@@ -31,15 +32,12 @@ def main() -> None:
     run = load_run()
     params = run.at(iteration)
     ppo, compute = params.ppo_update, params.compute
+    launch("stages.ppo_update", compute.processes)
     critic_only = len(run.chain(iteration)) <= ppo.critic_warmup_iterations
     source = Path(f"data/advantages/iteration={iteration}")
     before = {name: CHECKPOINTS / name / prev for name in ("policy", "critic", "optimizer")}
     metadata = checked(source, before["policy"], before["critic"])
-    inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
-    described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
-    work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
-
-    device = torch_device(compute.device)
+    processes, device = join(torch_device(compute.device))
     policy = load_causal_lm(before["policy"], device=device, precision=compute.precision)
     critic = load_critic(before["critic"], policy=policy, device=device, precision=compute.precision)
     state = load_optimizer(before["optimizer"])
@@ -49,12 +47,18 @@ def main() -> None:
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)
-    with tqdm(total=steps, desc="ppo_update", unit="step") as bar:
-        log = update(learner, responses, settings, lambda row: show(bar, row))
+    with tqdm(total=steps, desc="ppo_update", unit="step", disable=not processes.is_main) as bar:
+        log = update(learner, responses, settings, processes, lambda row: show(bar, row))
     metrics = summary(log, steps=steps) | {"episode": state.episode + own}
     if critic is not None:
-        metrics["val/explained_variance_after"] = explained_variance_after(policy, critic, responses, settings)
+        metrics["val/explained_variance_after"] = explained_variance_after(learner, responses, settings, processes)
+    processes.leave()
+    if not processes.is_main:
+        return
 
+    inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
+    described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
+    work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
     save_policy(learner, before["policy"], work / "policy", policy_card(iteration, prev, inputs, ppo, critic_only))
     save_critic(critic, work / "critic")
     save_optimizer(learner.state(state, steps=len(log), episode=state.episode + own), work / "optimizer")

@@ -11,6 +11,7 @@ from rlhf_core.models.batching import collate
 from rlhf_core.models.checkpoint import OptimizerState
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import token_outputs
+from rlhf_core.training.distributed import ALONE, Processes
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.ppo import update
 from rlhf_core.training.ppo_loss import Settings
@@ -92,11 +93,13 @@ def run(
     responses: Responses,
     chosen: Settings,
     state: OptimizerState = NO_STATE,
+    *,
+    processes: Processes = ALONE,
     **changes: Any,
 ) -> tuple[list[dict[str, float]], OptimizerState]:
     """One update; its log, and the optimiser's state after it."""
     learner = learner_of(model, critic, state, **changes)
-    log = update(learner, responses, chosen, lambda metrics: None)
+    log = update(learner, responses, chosen, processes, lambda metrics: None)
     return log, learner.state(state, steps=len(log), episode=4)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -54,9 +54,23 @@ class Processes:
         """Return the values of all processes, in the order of their ranks. All must call it."""
         if self.size == 1:
             return [value]
-        values: list[Value | None] = [None] * self.size
+        values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
-        return values  # type: ignore[return-value]  # every place is filled
+        return values
+
+    def collected(self, count: int, rows: Sequence[int], values: Sequence[Value]) -> list[Value]:
+        """Return one value for each of all rows, of which every process has those of its share. All must call it.
+
+        Args:
+            count: Of all rows.
+            rows: This process's.
+            values: One for each of them.
+        """
+        result: list[Any] = [None] * count
+        for places, found in self.gathered((rows, values)):
+            for place, value in zip(places, found, strict=True):
+                result[place] = value
+        return result
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace every gradient by its sum over the processes, in float32. All must call it.

@@ -11,15 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.statistics import explained_variance
 from rlhf_core.errors import NumericError, RowMismatch
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
-from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import critic_values, for_all_rows, token_outputs
+from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
 from rlhf_core.training.minibatches import minibatches
 from rlhf_core.training.optimizer import clip_and_step
@@ -34,7 +32,11 @@ _FIRST_RATIO_LIMIT = {"float32": 1e-3, "bf16-autocast": 0.5, "bfloat16": 0.5}
 
 
 def update(
-    learner: Learner, responses: Responses, settings: Settings, progress: Callable[[dict[str, float]], None]
+    learner: Learner,
+    responses: Responses,
+    settings: Settings,
+    processes: Processes,
+    progress: Callable[[dict[str, float]], None],
 ) -> list[dict[str, float]]:
     """Train policy and critic in place and return the metrics of every optimiser step.
 
@@ -47,6 +49,7 @@ def update(
         learner: The policy and critic that scored the responses, and their optimiser, stepped once per minibatch.
         responses: With the logprobs, and the values where there is a critic, before the update.
         settings: Hyperparameters.
+        processes: That share the rows of each minibatch; all take the same steps and return the same metrics.
         progress: Told the metrics after each step.
 
     Returns:
@@ -66,19 +69,23 @@ def update(
         minibatch_size=settings.minibatch_size,
         seed=settings.seed,
     )
+    groups = learner.clip_groups()
     for step, rows in enumerate(order):
-        sums, ratio_error = _accumulate(learner, responses, rows, Whole.of(responses, rows), settings, step=step)
-        metrics = _step_metrics(sums, ratio_error)
+        share = [rows[place] for place in processes.share(_lengths(responses, rows))]
+        with processes.together():
+            found = _accumulate(learner, responses, share, Whole.of(responses, rows), settings, step=step)
+        metrics = _step_metrics(processes.gathered(found))
         if step == 0 and settings.old_logprobs == "trainer":
             _check_first_ratio(metrics["policy/ratio_error_max"], settings.precision)
         if _too_far(metrics["policy/approxkl_k3_avg"], settings.target_kl, step):
             learner.optimizer.zero_grad(set_to_none=True)
             break
         metrics["lr"] = float(learner.scheduler.get_last_lr()[0])
+        processes.add_gradients([parameter for group in groups.values() for parameter in group])
         metrics |= clip_and_step(
             learner.optimizer,
             learner.scheduler,
-            learner.clip_groups(),
+            groups,
             max_grad_norm=settings.max_grad_norm,
             where=_where(step, responses, rows),
         )
@@ -101,7 +108,7 @@ def _accumulate(
         The rows' share of each metric, and the largest |ratio - 1| among them.
     """
     device = learner.policy.device
-    lengths = [len(responses.prompt_ids[row]) + len(responses.response_ids[row]) for row in rows]
+    lengths = _lengths(responses, rows)
     sums: dict[str, float] = defaultdict(float)
     ratio_error = 0.0
     for group in token_budget_batches(lengths, max_batch_tokens=settings.max_batch_tokens):
@@ -127,8 +134,18 @@ def _accumulate(
     return sums, ratio_error
 
 
-def _step_metrics(sums: dict[str, float], ratio_error: float) -> dict[str, float]:
-    """Return a whole minibatch's metrics from the sums over its rows."""
+def _lengths(responses: Responses, rows: list[int]) -> list[int]:
+    """Tokens of these rows, prompts included."""
+    return [len(responses.prompt_ids[row]) + len(responses.response_ids[row]) for row in rows]
+
+
+def _step_metrics(parts: list[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Return a whole minibatch's metrics from what _accumulate found in its parts, some of which may have no rows."""
+    sums: dict[str, float] = defaultdict(float)
+    for part, _ in parts:
+        for name, share in part.items():
+            sums[name] += share
+    ratio_error = max(error for _, error in parts)
     mean_square = sums["ratio_squared"]
     kept = {name: value for name, value in sums.items() if name != "ratio_squared"}
     variance = max(mean_square - sums["val/ratio"] ** 2, 0.0)
@@ -187,10 +204,12 @@ def summary(log: list[dict[str, float]], *, steps: int) -> dict[str, float]:
     }
 
 
-def explained_variance_after(
-    policy: PreTrainedModel, critic: Critic, responses: Responses, settings: Settings
-) -> float:
+def explained_variance_after(learner: Learner, responses: Responses, settings: Settings, processes: Processes) -> float:
     """Return the explained variance of the returns by the updated critic, on the responses it was trained on."""
+    policy, critic = learner.policy, learner.critic
+    assert critic is not None and responses.returns is not None
+    count = len(responses.sample_ids)
+    rows = processes.share(_lengths(responses, list(range(count))))
 
     def compute(batch: Batch) -> list[Tensor]:
         if critic.backbone is not None:
@@ -207,14 +226,14 @@ def explained_variance_after(
         assert outputs.values is not None
         return list(outputs.values.split(batch.lengths))
 
-    assert responses.returns is not None
     values = for_all_rows(
         compute,
-        responses.prompt_ids,
-        responses.response_ids,
+        [responses.prompt_ids[row] for row in rows],
+        [responses.response_ids[row] for row in rows],
         max_batch_tokens=settings.max_batch_tokens,
         pad_id=settings.pad_id,
         device=policy.device,
         progress=lambda rows: None,
     )
-    return explained_variance(torch.cat(values).numpy(), np.concatenate(responses.returns))
+    all_values = processes.collected(count, rows, [row.numpy() for row in values])
+    return explained_variance(np.concatenate(all_values), np.concatenate(responses.returns))

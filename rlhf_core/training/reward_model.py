@@ -227,10 +227,7 @@ def scores(
             "progress": progress,
         }
         mine = for_all_rows(compute, prompts, [responses[row] for row in rows], **options)
-        found = np.empty(len(responses))
-        for places, values in processes.gathered((rows, [float(score) for score in mine])):
-            found[places] = values
-        return found
+        return np.array(processes.collected(len(responses), rows, [float(score) for score in mine]))
 
     return of(pairs.chosen_ids), of(pairs.rejected_ids)
 

@@ -17,11 +17,13 @@ from rlhf_core.errors import NumericError, RowMismatch
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, save_like
+from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.minibatches import minibatches
 from rlhf_core.training.ppo import explained_variance_after, step_count, summary
 from tests.ppo_case import (
     CPU,
     gradient,
+    learner_of,
     run,
     scored,
     separate_critic,
@@ -255,7 +257,7 @@ def test_summary_averages_steps():
 def test_explained_variance_is_that_of_the_critic_as_it_is_now(kind):
     model, critic = tiny_model().eval(), CRITICS[kind]()
     responses = scored(model, critic)
-    found = explained_variance_after(model, critic, responses, settings(max_batch_tokens=12))
+    found = explained_variance_after(learner_of(model, critic), responses, settings(max_batch_tokens=12), ALONE)
     flat = [np.concatenate(column).tolist() for column in (responses.values, responses.returns)]
     assert found == pytest.approx(oracles.explained_variance(*flat), abs=1e-4)
 
