@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from rlhf_core.artifacts.checks import list_lengths
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
-from rlhf_core.errors import NumericError
+from rlhf_core.errors import ModelError, NumericError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
@@ -90,12 +91,22 @@ class Passes:
         Args:
             critic: Its directory. Arrays go to work/values/<shard>.npy, flat over tokens, and, one number for each row,
                 to work/bootstrap_value/<shard>.npy.
+
+        Raises:
+            ModelError: If a row is longer than the critic has positions for.
         """
         if self._done("values"):
             return
         device = torch_device(self.device)
         model = load_critic(critic, policy=None, device=device, precision=self.precision)
-        assert model is not None
+        assert model is not None and model.backbone is not None
+        positions = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
+        longest = max((int(self._lengths(path).max(initial=0)) for path in self.shards.values()), default=0)
+        if positions is not None and longest > positions:
+            raise ModelError(
+                f"{critic}: has {positions} positions, but a row has {longest} tokens; give critic.init a model with"
+                " more, or lower sampling.max_model_len"
+            )
 
         def compute(batch: Batch) -> list[Tensor]:
             return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
@@ -164,6 +175,12 @@ class Passes:
 
     def _done(self, name: str) -> bool:
         return all((self.work / name / f"{shard}.npy").is_file() for shard in self.shards)
+
+    @staticmethod
+    def _lengths(path: Path) -> np.ndarray:
+        """Tokens of each row of a shard, [B], prompt included."""
+        table = read_shard(path, ["prompt_ids", "response_ids"])
+        return list_lengths(table["prompt_ids"]) + list_lengths(table["response_ids"])
 
     def _save_values(self, shard: str, rows: list[Tensor]) -> None:
         """Write a shard's values and bootstrap values, of rows [T + 1]; values last: they tell that it is done."""

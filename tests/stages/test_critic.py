@@ -38,11 +38,11 @@ CRITIC, REWARD_MODEL = Path("data/checkpoints/critic/0"), Path("data/checkpoints
 CPU = torch.device("cpu")
 
 
-def write_gpt2(directory: Path, *, vocab_size: int = 266) -> Path:
+def write_gpt2(directory: Path, *, vocab_size: int = 266, positions: int = 64) -> Path:
     """Another architecture and another hidden size than the policy's, with the policy's tokenizer."""
     torch.manual_seed(3)
     config = GPT2Config(
-        vocab_size=vocab_size, n_positions=64, n_embd=48, n_layer=2, n_head=2, initializer_range=0.2,
+        vocab_size=vocab_size, n_positions=positions, n_embd=48, n_layer=2, n_head=2, initializer_range=0.2,
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(directory)
@@ -267,6 +267,13 @@ def test_an_encoder_that_is_the_reward_model_is_refused(project):
 
 def test_a_critic_with_too_few_embeddings_is_refused(project):
     refused(str(write_gpt2(project / "gpt2", vocab_size=265)), "266 tokens but the critic only 265 embedding rows")
+
+
+def test_a_critic_with_too_few_positions_is_refused_before_it_runs(project, monkeypatch):
+    change("critic", kind="separate", init=str(write_gpt2(project / "gpt2", positions=12)))
+    init_critic.main()
+    with pytest.raises(ModelError, match="critic/0: has 12 positions, but a row has 13 tokens"):  # 7 + 6
+        stage(score, monkeypatch, "1", "0")
 
 
 def test_a_directory_that_is_none_is_refused(project):
