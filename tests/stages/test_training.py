@@ -34,7 +34,7 @@ def test_one_iteration_from_rollouts_to_a_checkpoint(project, monkeypatch):
     assert metrics["mismatch/max_abs"] < 1e-4 and metrics["objective/kl"] == 0.0
     assert metrics["val/num_eos_tokens"] == 3
 
-    stage(advantages, monkeypatch, "1")
+    stage(advantages, monkeypatch, "1", "0")
     stage(ppo_update, monkeypatch, "1", "0")
     found = json.loads(Path("data/metrics/ppo_update/1.json").read_text())
     assert found["optimizer_steps"] == 4  # 5 responses with tokens in minibatches of 3 and 2, two epochs
@@ -54,7 +54,7 @@ def test_stages_write_the_same_bytes_twice(project, monkeypatch):
     hashes = []
     for _ in range(2):
         stage(score, monkeypatch, "1", "0")
-        stage(advantages, monkeypatch, "1")
+        stage(advantages, monkeypatch, "1", "0")
         stage(ppo_update, monkeypatch, "1", "0")
         hashes.append([hash_path(Path(f"data/{name}")) for name in ("scores", "advantages", "checkpoints", "metrics")])
     assert hashes[0] == hashes[1]
@@ -95,7 +95,7 @@ def test_rollouts_of_another_policy_are_refused(project, monkeypatch):
 
 def test_advantages_made_with_another_critic_are_refused(project, monkeypatch):
     stage(score, monkeypatch, "1", "0")
-    stage(advantages, monkeypatch, "1")
+    stage(advantages, monkeypatch, "1", "0")
     path = Path("data/checkpoints/critic/0/critic.json")
     path.write_text(path.read_text() + "\n")
     with pytest.raises(StaleInput, match="another critic"):
