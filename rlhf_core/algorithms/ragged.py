@@ -16,6 +16,9 @@ PerRow = Float[np.ndarray, "rows"]
 RowFlags = Bool[np.ndarray, "rows"]
 Offsets = Int64[np.ndarray, "bounds"]  # [B + 1]
 Lengths = Int64[np.ndarray, "rows"]
+Groups = Int64[np.ndarray, "rows"]  # any number per row; equal numbers make a group
+PerSlottedToken = Float[np.ndarray, "slotted"]  # tokens, and the slots of with_slots
+PerSlot = Float[np.ndarray, "slots"]
 
 
 def lengths(offsets: Offsets) -> Lengths:
@@ -63,3 +66,55 @@ def check_same_size(**arrays: np.ndarray) -> None:
     if len({array.size for array in arrays.values()}) > 1:
         found = ", ".join(f"{name} {array.size}" for name, array in arrays.items())
         raise RowMismatch(f"expected arrays of one length, found {found}")
+
+
+def slotted_offsets(offsets: Offsets, slots: RowFlags) -> Offsets:
+    """Return the offsets of rows of which some are one value longer.
+
+    Args:
+        offsets: [B + 1], int64.
+        slots: [B], True for the rows that have a slot after their last token.
+
+    Returns:
+        [B + 1], int64.
+    """
+    return offsets + np.concatenate([np.zeros(1, np.int64), np.cumsum(slots, dtype=np.int64)])
+
+
+def with_slots(values: PerToken, fill: PerRow, offsets: Offsets, slots: RowFlags) -> PerSlottedToken:
+    """Return the values with one more behind the last one of each row that has a slot.
+
+    Args:
+        values: [N], any unit.
+        fill: [B], what stands in the slots; of other rows it is not read.
+        offsets: [B + 1], int64, of values.
+        slots: [B], True for the rows that have a slot.
+
+    Returns:
+        [N + number of slots]; a new array.
+
+    Raises:
+        RowMismatch: If offsets do not fit.
+    """
+    check_offsets(offsets, tokens=values.size, rows=fill.size)
+    return np.insert(values, offsets[1:][slots], fill[slots])
+
+
+def without_slots(values: PerSlottedToken, offsets: Offsets, slots: RowFlags) -> tuple[PerToken, PerSlot]:
+    """Return the values of the tokens, and those of the slots: the inverse of with_slots.
+
+    Args:
+        values: [N + number of slots].
+        offsets: [B + 1], int64, of the tokens without slots.
+        slots: [B], True for the rows that have a slot.
+
+    Returns:
+        [N] and [number of slots], in the order of the rows.
+
+    Raises:
+        RowMismatch: If offsets do not fit.
+    """
+    bounds = slotted_offsets(offsets, slots)
+    check_offsets(bounds, tokens=values.size)
+    at = bounds[1:][slots] - 1
+    return np.delete(values, at), values[at]

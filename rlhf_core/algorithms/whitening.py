@@ -1,6 +1,7 @@
 """Whitening over all tokens of an iteration. Left out: per-shard or per-process variants, which give other numbers."""
 
 import logging
+from typing import Literal
 
 import numpy as np
 
@@ -9,32 +10,44 @@ from rlhf_core.errors import NumericError
 
 logger = logging.getLogger("rlhf")
 
-# Keeps constant input finite. It is added to the variance, as in the OpenAI code and TRL.
+# Keeps nearly constant input finite.
 EPSILON = 1e-8
 
 
-def whiten(x: PerToken, *, shift_mean: bool) -> PerToken:
+def whiten(
+    x: PerToken,
+    *,
+    shift_mean: bool,
+    variance: Literal["population", "bessel"],
+    epsilon: Literal["added", "floor"],
+) -> PerToken:
     """Return x at unit variance: around 0, or around its own mean.
 
-        y = (x - mean) / sqrt(var + 1e-8)            shift_mean=True
-        y = (x - mean) / sqrt(var + 1e-8) + mean     shift_mean=False: scale only, and the mean put back
+        y = (x - mean) / scale            shift_mean=True
+        y = (x - mean) / scale + mean     shift_mean=False: scale only, and the mean put back
 
-    Both statistics run over all of x, which must hold the tokens of the whole iteration and nothing else. The variance
-    is that of the population (divided by n).
+        var   = sum of (x - mean)^2 / n            population
+                sum of (x - mean)^2 / (n - 1)      bessel
+        scale = sqrt(var + 1e-8)                   added
+                sqrt(max(var, 1e-8))               floor
+
+    Both statistics run over all of x, which must hold the tokens of the whole iteration and nothing else.
 
     Args:
         x: [N], any unit.
         shift_mean: Whether the mean is removed.
+        variance: population or bessel.
+        epsilon: added or floor.
 
     Returns:
         [N], float64; a new array. Equal values, of which a single one is a case, come out as exactly 0 (or as their
-        mean); a single one is also worth a warning. Empty in, empty out.
+        mean), with bessel too; a single one is also worth a warning. Empty in, empty out.
 
     Raises:
         NumericError: If x holds a NaN or an infinity, which would spread to all of it.
 
-    Source: openai/lm-human-preferences, utils/core.py `whiten`; the mean put back for shift_mean=False is theirs and
-    TRL's. verl divides by n - 1.
+    Source: openai/lm-human-preferences, utils/core.py `whiten` (population, added); the mean put back for
+    shift_mean=False is theirs and TRL's. TRL and verl divide by n - 1; OpenRLHF has the floor. See conventions.py.
     """
     if x.size == 0:
         return np.empty(0, np.float64)
@@ -46,5 +59,7 @@ def whiten(x: PerToken, *, shift_mean: bool) -> PerToken:
         raise NumericError(f"whiten: expected finite numbers, found {x[bad]} at index {bad} of {x.size}")
     # The rounded mean of n equal numbers need not be that number, and sqrt(1e-8) would magnify the difference.
     centred = np.subtract(x, mean, dtype=np.float64) if x.min() != x.max() else np.zeros(x.size)
-    white: PerToken = centred / np.sqrt(np.mean(centred * centred) + EPSILON)
+    degrees = x.size - 1 if variance == "bessel" and x.size > 1 else x.size
+    var = float(np.sum(centred * centred)) / degrees
+    white: PerToken = centred / np.sqrt(var + EPSILON if epsilon == "added" else max(var, EPSILON))
     return white if shift_mean else white + mean

@@ -140,6 +140,17 @@ def shard_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
+def column_names(directory: Path) -> list[str]:
+    """Return the columns of an artifact, in order, from the footer of its first shard.
+
+    Raises:
+        ArtifactError: As shard_paths, or when the shard cannot be read.
+    """
+    file, _ = _open(shard_paths(directory)[0])
+    file.close()
+    return list(file.schema_arrow.names)
+
+
 def iter_tables(directory: Path, columns: list[str] | None = None) -> Iterator[tuple[str, pa.Table]]:
     """Yield (shard name, table) in the order of the shards; one shard is in memory at a time.
 

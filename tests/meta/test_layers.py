@@ -25,7 +25,21 @@ FLOORS = {
     "cli": 3,
     "stages": 4,
 }
-NUMPY_HALF = ("kl", "rewards", "advantages", "whitening", "mismatch", "statistics", "ragged", "estimates")
+NUMPY_HALF = (
+    "advantages",
+    "conventions",
+    "estimates",
+    "kl",
+    "mismatch",
+    "off_policy",
+    "ragged",
+    "responses",
+    "reward_state",
+    "rewards",
+    "shaping",
+    "statistics",
+    "whitening",
+)
 LIBRARIES = {
     # library -> where it may be imported
     "vllm": ["rlhf_core/sampling/"],

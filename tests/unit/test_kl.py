@@ -6,7 +6,7 @@ Mutations that must fail here: ref - logprobs; k3 with exp(d); no bound; no expm
 import numpy as np
 import pytest
 
-from rlhf_core.algorithms.kl import kl_estimate
+from rlhf_core.algorithms.kl import clipped, kl_estimate
 
 D = np.array([0, 0.5, -0.5, 20, -20, 100, -100], np.float32)
 ZERO = np.zeros_like(D)
@@ -24,6 +24,24 @@ def test_k3_at_small_and_large_log_ratios() -> None:
     # exp(100) would be 2.688e43 and infinite in float32; bounded at 20 it is exp(20) - 1 - 20.
     expected = [0, 0.10653066, 0.14872127, 19.000000002, 485165174.4, 99, 485165174.4]
     np.testing.assert_allclose(kl_estimate(D, ZERO, estimator="k3"), expected, rtol=1e-7, atol=0)
+
+
+def test_absolute_is_the_size_of_the_log_ratio() -> None:
+    np.testing.assert_array_equal(kl_estimate(D, ZERO, estimator="absolute"), [0, 0.5, 0.5, 20, 20, 100, 100])
+
+
+def test_the_bound_of_k3_is_the_one_given() -> None:
+    # exp(10) - 1 - 10 = 22015.4658; without a bound exp(100) - 101 = 2.688e43.
+    ten = kl_estimate(D, ZERO, estimator="k3", log_ratio_bound=10.0)
+    np.testing.assert_allclose(ten, [0, 0.10653066, 0.14872127, 19.000000002, 22015.4658, 99, 22015.4658], rtol=1e-7)
+    free = kl_estimate(D, ZERO, estimator="k3", log_ratio_bound=None)
+    assert free[6] == pytest.approx(2.6881171418161356e43, rel=1e-12)
+    assert kl_estimate(np.array([-800.0]), np.zeros(1), estimator="k3", log_ratio_bound=None)[0] == np.inf
+
+
+def test_clipped_bounds_both_sides() -> None:
+    np.testing.assert_array_equal(clipped(D, bound=10.0), [0, 0.5, -0.5, 10, -10, 10, -10])
+    np.testing.assert_array_equal(clipped(D, bound=None), D)
 
 
 def test_k3_keeps_its_digits_near_zero() -> None:

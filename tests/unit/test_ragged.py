@@ -39,7 +39,7 @@ def test_annotated_shapes_and_dtypes_are_checked_in_tests() -> None:
         (
             final_scores,
             (TWO, np.zeros(3, bool)),
-            {"missing_eos_penalty": 0.0, "score_clip": None},
+            {"missing_eos_penalty": 0.0, "missing_eos_mode": "subtract", "score_clip": None},
             "scores 2, finished 3",
         ),
         (explained_variance, (TWO, THREE), {}, "values 2, returns 3"),
