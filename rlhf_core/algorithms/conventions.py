@@ -47,6 +47,10 @@ class Conventions:
     value_loss_factor: float
     grpo_epsilon: float
 
+    def kl_bound(self, estimator: KlEstimator) -> float | None:
+        """Return estimate_bound where it applies to the estimator, else None."""
+        return self.estimate_bound if estimator in self.bounded_estimators else None
+
 
 CONVENTIONS = {
     # Population variance and the bound on d in k3 alone: see whitening.py and kl.py.

@@ -50,7 +50,8 @@ def kl_estimate(
     if estimator == "absolute":
         return np.abs(d)
     if estimator == "k2":
-        return d * d / 2
+        k2: PerToken = d * d / 2
+        return k2
     bounded = d if log_ratio_bound is None else np.maximum(d, -log_ratio_bound)
     with np.errstate(over="ignore"):  # without a bound: the infinity stops the stage where it would be written
         # Rounding in the last bit may leave -1e-33 where the true value is smaller still.

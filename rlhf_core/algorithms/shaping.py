@@ -94,7 +94,7 @@ def token_kl(responses: Responses, *, kl_estimator: KlEstimator, conventions: Co
             estimator=kl_estimator,
             log_ratio_bound=conventions.log_ratio_bound,
         )
-    return clipped(kl, bound=conventions.estimate_bound if kl_estimator in conventions.bounded_estimators else None)
+    return clipped(kl, bound=conventions.kl_bound(kl_estimator))
 
 
 def next_kl_coef(responses: Responses, kl_coef: float, *, kl_target: float, kl_horizon: int) -> float:

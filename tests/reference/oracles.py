@@ -5,6 +5,7 @@ recursion, padding is handled by a carry-forward mask and not by offsets, k3 has
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
 
@@ -70,11 +71,64 @@ def gae_padded(row_rewards: Row, values: Row, mask: Sequence[bool], gamma: float
     return out
 
 
-def whiten(x: Row, *, shift_mean: bool = True, epsilon: float = 1e-8) -> list[float]:
-    """Population variance, exact sums."""
+def whiten(
+    x: Row, *, shift_mean: bool = True, bessel: bool = False, floor: bool = False, epsilon: float = 1e-8
+) -> list[float]:
+    """Exact sums; population variance unless told; epsilon added to it, or the least that it may be."""
+    if min(x) == max(x):
+        return [0.0 if shift_mean else x[0]] * len(x)
     mean = math.fsum(x) / len(x)
-    variance = math.fsum((value - mean) ** 2 for value in x) / len(x)
-    return [(value - mean) / math.sqrt(variance + epsilon) + (0.0 if shift_mean else mean) for value in x]
+    variance = math.fsum((value - mean) ** 2 for value in x) / (len(x) - bessel)
+    scale = math.sqrt(max(variance, epsilon) if floor else variance + epsilon)
+    return [(value - mean) / scale + (0.0 if shift_mean else mean) for value in x]
+
+
+def group_advantage(total: float, others: Row, estimator: str, epsilon: float) -> float:
+    """One response against the other responses to its prompt, by definition: a sum over the others, or a z-score."""
+    group = [total, *others]
+    if min(group) == max(group):
+        return 0.0
+    if estimator == "rloo":
+        return total - math.fsum(others) / len(others)
+    mean = math.fsum(group) / len(group)
+    if estimator == "grpo":
+        return (total - mean) / (statistics.stdev(group) + epsilon)
+    return total - mean
+
+
+def advantages(
+    row_rewards: Row, values: Row, others: Row, estimator: str, gamma: float, gae_lambda: float, epsilon: float
+) -> list[float]:
+    """One row by any estimator; `others` are the sums of rewards of the rest of its group."""
+    total = math.fsum(row_rewards)
+    if estimator == "gae":
+        return gae(row_rewards, values, gamma, gae_lambda)
+    if estimator == "reward_minus_value":
+        return [total - value for value in values]
+    if estimator == "reinforce_plus_plus":
+        return discounted_returns(row_rewards, gamma)
+    return [group_advantage(total, others, estimator, epsilon)] * len(row_rewards)
+
+
+def importance_weights(sampler: Row, logprobs: Row, correction: str, low: float, high: float) -> list[float]:
+    """One row: proximal over behaviour, and what each correction makes of it."""
+    ratios = [math.exp(max(-20.0, min(20.0, new - old))) for new, old in zip(logprobs, sampler, strict=True)]
+    if correction == "none" or not ratios:
+        return [1.0] * len(ratios)
+    if correction == "mask":
+        return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+    geometric = math.prod(ratio ** (1 / len(ratios)) for ratio in ratios)
+    kept = correction == "truncate" or low <= geometric <= high
+    return [min(ratio, high) if kept else 0.0 for ratio in ratios]
+
+
+def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:
+    """The three cases of DAPO's soft punishment."""
+    if length <= longest - buffer:
+        return 0.0
+    if length <= longest:
+        return penalty * (length - (longest - buffer)) / buffer
+    return penalty
 
 
 def policy_loss(

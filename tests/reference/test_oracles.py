@@ -15,7 +15,7 @@ def test_oracles_do_not_import_what_they_judge() -> None:
     tree = ast.parse(Path(oracles.__file__).read_text())
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert sorted(names) == ["collections.abc", "decimal", "math"]
+    assert sorted(names) == ["collections.abc", "decimal", "math", "statistics"]
 
 
 def test_kl() -> None:
@@ -66,8 +66,34 @@ def test_kl_slopes_and_aggregates() -> None:
 
 def test_whiten_and_explained_variance() -> None:
     assert oracles.whiten([1, 2, 6]) == pytest.approx([-0.925820, -0.462910, 1.388730], abs=1e-6)
+    assert oracles.whiten([1, 2, 6], bessel=True) == pytest.approx([-0.755929, -0.377964, 1.133893], abs=1e-6)
+    assert oracles.whiten([1e-5, -1e-5], floor=True) == pytest.approx([0.1, -0.1], **exact)
     assert oracles.explained_variance([0, 0], [1, 3]) == pytest.approx(0.0, **exact)
     assert oracles.explained_variance([1, 3], [1, 3]) == pytest.approx(1.0, **exact)
+
+
+def test_group_advantages_and_other_estimators() -> None:
+    # 1 against 2 and 6: 1 - 4; mean 3, deviation sqrt(14 / 2).
+    assert oracles.group_advantage(1, [2, 6], "rloo", 0.0) == -3
+    assert oracles.group_advantage(1, [2, 6], "dr_grpo", 0.0) == -2
+    assert oracles.group_advantage(1, [2, 6], "grpo", 0.5) == pytest.approx(-2 / (7**0.5 + 0.5), **exact)
+    assert oracles.group_advantage(1, [], "rloo", 0.0) == oracles.group_advantage(1, [1, 1], "grpo", 0.0) == 0
+    assert oracles.advantages([1, 2], [0.5, 0.25], [], "reward_minus_value", 1.0, 1.0, 0.0) == [2.5, 2.75]
+    assert oracles.advantages([1, 2], [0, 0], [], "reinforce_plus_plus", 0.5, 0.0, 0.0) == [2, 2]
+
+
+def test_importance_weights_and_overlong_penalty() -> None:
+    # Ratios 4 and 1: geometric mean 2.
+    row = [math.log(4), 0.0], [0.0, 0.0]
+    for correction, low, high, expected in [
+        ("none", 0.5, 2.0, [1, 1]),
+        ("truncate", 0.5, 2.0, [2, 1]),
+        ("mask", 0.5, 2.0, [0, 1]),
+        ("reject_sequence", 0.5, 2.5, [2.5, 1]),
+        ("reject_sequence", 0.5, 1.5, [0, 0]),
+    ]:
+        assert oracles.importance_weights(row[1], row[0], correction, low, high) == pytest.approx(expected, **exact)
+    assert [oracles.overlong_penalty(n, 10, 4, 2.0) for n in (6, 7, 10, 11)] == [0, 0.5, 2, 2]
 
 
 def test_log_softmax_at_a_temperature() -> None:
