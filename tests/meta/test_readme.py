@@ -74,7 +74,11 @@ def test_command_line_knows_what_the_pages_use() -> None:
 def test_parameters_exist(page: Path) -> None:
     from rlhf_core.config import Params
 
-    sections = {name: field.annotation for name, field in Params.model_fields.items() if hasattr(field.annotation, "model_fields")}
+    sections = {
+        name: field.annotation
+        for name, field in Params.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
+    }
     pattern = rf"(?<![\w./])({'|'.join(sections)})\.([a-z_0-9]+)\b(?!\()"
     used = re.findall(pattern, code(page))
     known = {(name, key) for name, model in sections.items() for key in model.model_fields}  # type: ignore[union-attr]
