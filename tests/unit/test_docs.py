@@ -99,8 +99,9 @@ def test_token_columns_have_their_shape_and_what_may_be_null_is_named() -> None:
 
 def test_every_parameter_is_documented_and_no_other() -> None:
     found = tables(page("parameters.md"))
-    assert [row[0] for row in found.pop("Parameters")] == ["`seed`"]
-    expected = {name: field.annotation for name, field in Params.model_fields.items() if name != "seed"}
+    single = ("seed", "conventions")
+    assert [row[0].strip("`") for row in found.pop("Parameters")] == list(single)
+    expected = {name: field.annotation for name, field in Params.model_fields.items() if name not in single}
     assert list(found) == list(expected)
     for name, model in expected.items():
         fields: dict[str, Any] = model.model_fields  # type: ignore[union-attr]
