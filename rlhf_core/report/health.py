@@ -70,7 +70,7 @@ def health_table(rows: list[Row], reward_model: Row, gains: list[Gain]) -> list[
     Returns:
         Rows in reading order: is it getting better, is it stable, can the numbers be trusted.
     """
-    table = [_row(rows, *spec) for spec in _SPECS]
+    table = [_row(rows, *spec) for spec in _SPECS if spec[0] != "val/explained_variance" or _has_critic(rows)]
     held_out = _column(rows, "eval/judge_mean")
     # Held-out rows come first: they are the answer; the others explain it.
     table.insert(
@@ -371,6 +371,12 @@ def _health(metric: str, meaning: str, expected: str, history: list[float | None
 
 def _column(rows: list[Row], metric: str) -> list[float | None]:
     return [row.get(metric) for row in rows]
+
+
+def _has_critic(rows: list[Row]) -> bool:
+    """False where advantages were estimated, but never with values."""
+    estimated = [row for row in rows if "advantages/tokens" in row]
+    return not estimated or any("val/explained_variance" in row for row in estimated)
 
 
 def _last(rows: list[Row], metric: str) -> float | None:

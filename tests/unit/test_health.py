@@ -184,3 +184,8 @@ def test_advice_names_parameters_that_exist() -> None:
     used = re.findall(rf"\b({'|'.join(sections)})\.([a-z_0-9]+)", text)
     assert len(set(used)) > 10
     assert [name for section, name in used if name not in sections[section].model_fields] == []  # type: ignore[union-attr]
+
+
+def test_without_a_critic_there_is_none_to_judge() -> None:
+    metrics = [entry.metric for entry in health.health_table([{"advantages/tokens": 800}], {}, [])]
+    assert "val/explained_variance" not in metrics and "objective/scores" in metrics
