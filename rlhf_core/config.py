@@ -187,8 +187,8 @@ class AdvantageParams(_Section):
     def _scale_is_a_share(self) -> "AdvantageParams":
         if self.missing_eos_mode == "scale" and self.missing_eos_penalty > 1:
             raise ValueError(
-                f"missing_eos_penalty is {self.missing_eos_penalty}: with missing_eos_mode scale the score is multiplied"
-                " by 1 - missing_eos_penalty, so expected 0 to 1"
+                f"missing_eos_penalty is {self.missing_eos_penalty}: with missing_eos_mode scale the score is"
+                " multiplied by 1 - missing_eos_penalty, so expected 0 to 1"
             )
         if self.kl_controller == "adaptive" and self.kl_coef == 0:
             raise ValueError("kl_coef is 0: an adaptive controller multiplies it, so it would stay 0; start above 0")
