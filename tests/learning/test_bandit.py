@@ -58,7 +58,7 @@ def settings(seed: int) -> Settings:
     return Settings(
         temperature=1.0, ppo_epochs=EPOCHS, minibatch_size=MINIBATCH, old_logprobs="trainer", ratio="token",
         clip_range=0.2, clip_range_high=0.2, dual_clip=None, value_clip_range=None, value_loss_factor=0.5,
-        value_coef=0.1, entropy_coef=0.0, kl_loss_coef=0.0, kl_loss_estimator="k3", aggregation="token_mean",
+        value_coef=0.1, entropy_coef=0.0, kl_loss_coef=0.0, kl_loss_estimator="k3", kl_estimate_bound=None, aggregation="token_mean",
         aggregation_constant=1.0, target_kl=None, max_grad_norm=1.0, max_batch_tokens=4096, logits_chunk_tokens=512,
         precision="float32", pad_id=0, seed=seed,
     )  # fmt: skip
@@ -140,10 +140,9 @@ def solve(estimator: str, kl_coef: float) -> tuple[float, float, float, float]:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_regularised_optimum_is_reached_and_a_larger_kl_coef_keeps_closer_to_the_reference(estimator: str) -> None:
     good, best, kl, best_kl = solve(estimator, kl_coef=1.0)
-    assert good == pytest.approx(best, abs=0.05)
-    assert kl == pytest.approx(best_kl, rel=0.3)
+    assert good == pytest.approx(best, abs=0.03)
+    assert kl == pytest.approx(best_kl, rel=0.15)
     freer, freer_best, freer_kl, freer_best_kl = solve(estimator, kl_coef=0.3)
-    assert freer == pytest.approx(freer_best, abs=0.06)
-    assert freer_kl == pytest.approx(freer_best_kl, rel=0.3)
-    print(estimator, good, best, kl, best_kl, freer, freer_best, freer_kl, freer_best_kl)
+    assert freer == pytest.approx(freer_best, abs=0.04)
+    assert freer_kl == pytest.approx(freer_best_kl, rel=0.15)
     assert freer_kl > 2 * kl
