@@ -19,7 +19,7 @@ from stages import advantages, init_critic, ppo_update, score
 from tests.tiny_run import change, stage, write_rollouts
 
 # What an option must change, as compared with the defaults: nothing in the columns of any file before it.
-SCORES, ADVANTAGES, POLICY = "scores", "advantages", "policy"
+SCORES, ADVANTAGES, POLICY, NOTHING = "scores", "advantages", "policy", "nothing"
 NO_CRITIC = {"critic": {"kind": "none"}}
 
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
@@ -48,9 +48,9 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     # conventions of others
     "trl": (ADVANTAGES, {"conventions": "trl"}),
     "verl": (ADVANTAGES, {"conventions": "verl"}),
-    "openrlhf": (POLICY, {"conventions": "openrlhf", "ppo_update": {"clip_range_high": 0.28}}),
+    "openrlhf": (NOTHING, {"conventions": "openrlhf"}),  # differs by bounds that these responses do not reach
     # policy loss
-    "clip_higher": (POLICY, {"ppo_update": {"clip_range": 0.01, "clip_range_high": 0.5}}),
+    "clip_higher": (POLICY, {"ppo_update": {"clip_range_high": 0.5}}),
     "dual_clip": (POLICY, {"ppo_update": {"dual_clip": 1.001}}),
     "sequence_ratio": (POLICY, {"ppo_update": {"ratio": "sequence"}}),
     "sequence_mean": (POLICY, {"ppo_update": {"aggregation": "sequence_mean"}}),
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "sampler_logprobs": (POLICY, {"ppo_update": {"old_logprobs": "sampler"}}),
     # critic
     "unclipped_value_loss": (POLICY, {"ppo_update": {"value_clip_range": None, "value_head_learning_rate": 0.5}}),
-    "separate_critic": (ADVANTAGES, {"critic": {"kind": "separate", "init": "reward_model"}}),
+    "separate_critic": (SCORES, {"critic": {"kind": "separate", "init": "reward_model"}}),
     "warm_up": (POLICY, {"ppo_update": {"critic_warmup_iterations": 1}}),
     # off-policy correction
     "truncate": (ADVANTAGES, {"advantages": {"correction": "truncate", "correction_max": 1.01}}),
@@ -123,6 +123,7 @@ def after(tmp_path_factory: pytest.TempPathFactory, made_run: Path) -> dict[str,
     second = root.with_name("second")
     with pytest.MonkeyPatch.context() as patched:
         with contextlib.chdir(root):
+            change("ppo_update", learning_rate=1e-4)  # small enough that some ratios lie between two clip ranges
             write_rollouts(shift=SHIFT)
             first = iterate(patched, "1", "0")
             write_rollouts("2", "1")
@@ -133,9 +134,9 @@ def after(tmp_path_factory: pytest.TempPathFactory, made_run: Path) -> dict[str,
 
 def check(changed: str, found: dict[str, str], default: dict[str, str]) -> None:
     """Every kind of file from `changed` on differs from the default's, and none before it does."""
-    kinds = [SCORES, ADVANTAGES, POLICY]
-    differs = [kind for kind in kinds if found[kind] != default[kind]]
-    assert differs == kinds[kinds.index(changed) :]
+    kinds = [SCORES, ADVANTAGES, POLICY, NOTHING]
+    differs = [kind for kind in kinds[:-1] if found[kind] != default[kind]]
+    assert differs == kinds[kinds.index(changed) : -1]
 
 
 @pytest.mark.parametrize("name", CASES)
