@@ -53,8 +53,8 @@ def test_ten_cells_of_ratio_and_advantage() -> None:
 
 
 def test_each_side_is_counted_by_its_own_range_and_dual_clip_apart() -> None:
-    # Range [0.8, 1.4], dual clip 3. A = 1: 1.5 and 5 are high, 1.3 is not. A = -1: 0.5 is low, 5 is dual, 2 neither.
-    log_ratios = tensor([1.5, 5.0, 1.3, 0.5, 5.0, 2.0]).log()
+    # Range [0.8, 1.4], dual clip 3. A = 1: 1.5 and 5 are high, 1.3 is not. A = -1: 0.5 is low, 5 is dual, 1.2 neither.
+    log_ratios = tensor([1.5, 5.0, 1.3, 0.5, 5.0, 1.2]).log()
     found = of_policy(log_ratios, tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]), low=0.2, high=0.4, dual=3.0)
     counts = {name: found[name] for name in ("clipfrac", "clipfrac_low", "clipfrac_high", "dual_clipfrac")}
     assert counts == {"clipfrac": 3, "clipfrac_low": 1, "clipfrac_high": 2, "dual_clipfrac": 1}

@@ -216,13 +216,13 @@ def test_k3_keeps_its_digits_where_the_policies_are_close() -> None:
 def test_value_loss() -> None:
     # Range 0.3 around V = 1. New 1.2: both branches 0.5 (1.2 - R)^2. New 2: clipped to 1.3.
     # R = 2, new 2: max(0, 0.49) / 2 = 0.245, gradient 0. R = 0, new 2: max(4, 1.69) / 2 = 2, gradient 2.
-    # R = 2, new 0: clipped to 0.7; max(4, 1.69) / 2 = 2, gradient -2.
-    new = tensor([1.2, 2.0, 2.0, 0.0], grad=True)
-    returns = tensor([2.0, 2.0, 0.0, 2.0])
+    # New 0: clipped to 0.7. R = 2: max(4, 1.69) / 2 = 2, gradient -2. R = 0: max(0, 0.49) / 2 = 0.245, gradient 0.
+    new = tensor([1.2, 2.0, 2.0, 0.0, 0.0], grad=True)
+    returns = tensor([2.0, 2.0, 0.0, 2.0, 0.0])
     loss = value_loss(new, torch.ones_like(returns), returns, value_clip_range=0.3, factor=0.5)
-    close(loss, [0.32, 0.245, 2.0, 2.0])
+    close(loss, [0.32, 0.245, 2.0, 2.0, 0.245])
     (slope,) = torch.autograd.grad(loss.sum(), new)
-    close(slope, [-0.8, 0.0, 2.0, -2.0])
+    close(slope, [-0.8, 0.0, 2.0, -2.0, 0.0])
 
 
 def test_unclipped_value_loss_is_the_squared_error_times_the_factor() -> None:
