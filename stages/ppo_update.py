@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rlhf_core.algorithms.conventions import CONVENTIONS
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata
 from rlhf_core.config import Params, load_run
@@ -82,6 +83,7 @@ def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:
 def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pad: int) -> Settings:
     """Return what the update needs to know, from the parameters and from what the shards say of themselves."""
     ppo, fields = params.ppo_update, set(Settings.__annotations__)
+    conventions = CONVENTIONS[metadata["conventions"]]
     return Settings(
         **{
             **ppo.model_dump(include=fields),
@@ -89,8 +91,8 @@ def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pa
             "temperature": metadata["temperature"],
             "clip_range_high": ppo.clip_range_high or ppo.clip_range,
             "aggregation_constant": ppo.aggregation_constant or float(metadata["sampling"]["max_new_tokens"]),
-            "value_loss_factor": 0.5,
-            "kl_estimate_bound": None,
+            "value_loss_factor": conventions.value_loss_factor,
+            "kl_estimate_bound": conventions.kl_bound(ppo.kl_loss_estimator),
             "pad_id": pad,
             "seed": derive_seed(params.seed, "ppo_update", iteration),
         }

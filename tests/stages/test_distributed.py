@@ -100,7 +100,7 @@ def write_advantages(extreme: str | None = None) -> None:
             row |= {"importance_weights": [1.0] * len(drawn), "rewards": drawn.tolist(), "advantages": drawn.tolist()}
             row |= {"returns": returns, "bootstrap_return": None}
         schema = advantages_schema(table.schema)
-        metadata = read_metadata(Path("data/scores/iteration=1")) | {"stage": "advantages"}
+        metadata = read_metadata(Path("data/scores/iteration=1")) | {"stage": "advantages", "conventions": "ours"}
         write_shard(Path("data/advantages/iteration=1") / name, pa.Table.from_pylist(rows, schema), schema, metadata)
 
 

@@ -22,15 +22,16 @@ from tests.tiny_run import change, stage, write_rollouts
 CHECKPOINTS = Path("data/checkpoints")
 
 
-def write_advantages(iteration: str, **changes: list[object]) -> None:
+def write_advantages(iteration: str, *, conventions: str = "ours", **changes: list[object]) -> None:
     """Append made-up advantages to data/scores, as the advantages stage would.
 
     Args:
         iteration: Whose.
+        conventions: That they claim to follow.
         changes: Columns with other values, one for each row of all shards.
     """
     source = Path(f"data/scores/iteration={iteration}")
-    metadata = {**read_metadata(source), "stage": "advantages", "conventions": "ours"}
+    metadata = {**read_metadata(source), "stage": "advantages", "conventions": conventions}
     rng, row = np.random.default_rng(0), 0
     for name, table in iter_tables(source):
         rows = table.to_pylist()
@@ -161,6 +162,21 @@ def test_a_return_after_the_last_token_is_learnt(project, monkeypatch):
     change("ppo_update", minibatch_size=6, ppo_epochs=1, value_clip_range=None)
     stage(ppo_update, monkeypatch, "1", "0")
     assert metrics()["loss/value_avg"] == pytest.approx(0.5 / 17, rel=1e-5)
+
+
+def test_conventions_bound_the_kl_loss(project, monkeypatch):
+    # ref_logprobs 13 nats below logprobs: k2 is 84.5, k3 is 12 + e^-13; both projects bound what they bound at 10.
+    scored(monkeypatch)
+    before = read_table(Path("data/scores/iteration=1"), ["logprobs"])["logprobs"].to_pylist()
+    reference = [[value - 13 for value in row] for row in before]
+    change("ppo_update", minibatch_size=6, ppo_epochs=1)
+    for conventions, estimator, expected in [
+        ("ours", "k3", 12.0), ("trl", "k3", 12.0), ("verl", "k3", 10.0), ("verl", "k2", 84.5), ("openrlhf", "k2", 10.0),
+    ]:  # fmt: skip
+        write_advantages("1", conventions=conventions, ref_logprobs=reference)
+        change("ppo_update", kl_loss_estimator=estimator)
+        stage(ppo_update, monkeypatch, "1", "0")
+        assert metrics()["loss/kl_avg"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_an_update_that_reaches_target_kl_says_so(project, monkeypatch):
