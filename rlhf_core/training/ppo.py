@@ -77,7 +77,7 @@ def update(
         metrics = _step_metrics(processes.gathered(found))
         if step == 0 and settings.old_logprobs == "trainer":
             _check_first_ratio(metrics["policy/ratio_error_max"], settings.precision)
-        if _too_far(metrics["policy/approxkl_k3_avg"], settings.target_kl, step):
+        if "policy" in learner.parts and _too_far(metrics["policy/approxkl_k3_avg"], settings.target_kl, step):
             learner.optimizer.zero_grad(set_to_none=True)
             break
         metrics["lr"] = float(learner.scheduler.get_last_lr()[0])

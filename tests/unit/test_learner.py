@@ -34,6 +34,16 @@ def test_in_warm_up_only_the_critic_moves(kind):
     assert log[1]["policy/approxkl_avg"] < 1e-9
 
 
+def test_in_warm_up_no_policy_can_move_too_far():
+    model, critic = tiny_model().eval(), shared_critic()
+    responses = scored(model, critic)
+    for row in range(4):
+        responses.logprobs[row][:] -= 1.0
+    chosen = settings(target_kl=0.1, old_logprobs="sampler")
+    log, _ = run(model, critic, responses, chosen, critic_only=True)
+    assert len(log) == 1
+
+
 @pytest.mark.parametrize("kind", CRITICS)
 def test_an_update_after_warm_up_goes_on_from_its_state(kind, tmp_path):
     model, critic = tiny_model().eval(), CRITICS[kind]()
