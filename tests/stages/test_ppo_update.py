@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from ruamel.yaml import YAML
 
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.schema import advantages_schema
 from rlhf_core.artifacts.shards import iter_tables, read_metadata, read_table, write_shard
 from rlhf_core.models.checkpoint import load_optimizer
-from stages import init_critic, ppo_update, score
+from stages import advantages, init_critic, ppo_update, score
 from tests.tiny_run import change, stage, write_rollouts
 
 CHECKPOINTS = Path("data/checkpoints")
@@ -162,6 +163,23 @@ def test_a_return_after_the_last_token_is_learnt(project, monkeypatch):
     change("ppo_update", minibatch_size=6, ppo_epochs=1, value_clip_range=None)
     stage(ppo_update, monkeypatch, "1", "0")
     assert metrics()["loss/value_avg"] == pytest.approx(0.5 / 17, rel=1e-5)
+
+
+def test_the_slots_of_trl_s_conventions_reach_the_value_loss(project, monkeypatch):
+    # All responses are shorter than max_new_tokens, so each has a slot. Values are 0: the loss is half the mean square
+    # of all returns, those of the slots included.
+    yaml = YAML()
+    params = yaml.load(Path("params.yaml").read_text())
+    yaml.dump(params | {"conventions": "trl"}, Path("params.yaml"))
+    change("ppo_update", minibatch_size=6, ppo_epochs=1, value_clip_range=None)
+    stage(score, monkeypatch, "1", "0")
+    stage(advantages, monkeypatch, "1", "0")
+    stage(ppo_update, monkeypatch, "1", "0")
+    table = read_table(Path("data/advantages/iteration=1"), ["returns", "bootstrap_return"]).to_pylist()
+    rows = [row for row in table if row["returns"]]
+    targets = [target for row in rows for target in (*row["returns"], row["bootstrap_return"])]
+    assert len(targets) == 16 + 5
+    assert metrics()["loss/value_avg"] == pytest.approx(np.square(targets).mean() / 2, rel=1e-5)
 
 
 def test_conventions_bound_the_kl_loss(project, monkeypatch):
