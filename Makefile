@@ -10,12 +10,13 @@ export DVC_NO_ANALYTICS := 1
 export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup setup-dev demo test parity lint format deps
+.PHONY: help setup setup-dev demo test mutations parity lint format deps
 
 help:
 	@echo "make demo    install, train a small model with PPO through dvc repro, show base against final"
 	@echo "make test    install, run all tests (real vLLM included)"
 	@echo "make parity  install TRL into a venv of its own, compare its PPO numbers with ours"
+	@echo "make mutations  break the maths line by line; a test must notice each"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  ruff format"
 	@echo "make deps    write the code files that each stage imports into dvc.yaml"
@@ -37,6 +38,9 @@ test: setup-dev
 parity: setup
 	python -m tools.setup_parity
 	.venv-parity/bin/python -m pytest tests/parity
+
+mutations: setup-dev
+	python -m tools.mutate
 
 lint: setup-dev
 	ruff check .

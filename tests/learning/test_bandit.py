@@ -58,9 +58,9 @@ def settings(seed: int) -> Settings:
     return Settings(
         temperature=1.0, ppo_epochs=EPOCHS, minibatch_size=MINIBATCH, old_logprobs="trainer", ratio="token",
         clip_range=0.2, clip_range_high=0.2, dual_clip=None, value_clip_range=None, value_loss_factor=0.5,
-        value_coef=0.1, entropy_coef=0.0, kl_loss_coef=0.0, kl_loss_estimator="k3", kl_estimate_bound=None, aggregation="token_mean",
-        aggregation_constant=1.0, target_kl=None, max_grad_norm=1.0, max_batch_tokens=4096, logits_chunk_tokens=512,
-        precision="float32", pad_id=0, seed=seed,
+        value_coef=0.1, entropy_coef=0.0, kl_loss_coef=0.0, kl_loss_estimator="k3", kl_estimate_bound=None,
+        aggregation="token_mean", aggregation_constant=1.0, target_kl=None, max_grad_norm=1.0, max_batch_tokens=4096,
+        logits_chunk_tokens=512, precision="float32", pad_id=0, seed=seed,
     )  # fmt: skip
 
 
