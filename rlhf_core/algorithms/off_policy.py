@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from rlhf_core.algorithms.kl import LOG_RATIO_CAP
-from rlhf_core.algorithms.ragged import Offsets, PerToken, check_offsets, check_same_size, lengths
+from rlhf_core.algorithms.ragged import Offsets, PerToken, RowFlags, TokenFlags, check_offsets, check_same_size, lengths
 from rlhf_core.algorithms.statistics import sequence_sums, token_mean
 
 
@@ -60,27 +60,33 @@ def importance_weights(
     """
     check_same_size(sampler_logprobs=sampler_logprobs, logprobs=logprobs)
     check_offsets(offsets, tokens=logprobs.size)
-    log_ratio = np.clip(np.subtract(logprobs, sampler_logprobs, dtype=np.float64), -LOG_RATIO_CAP, LOG_RATIO_CAP)
     rejected, cut = np.zeros(offsets.size - 1, bool), np.zeros(logprobs.size, bool)
     if correction == "none":
         weights = np.ones(logprobs.size)
-    elif correction == "mask":
-        weights = np.exp(log_ratio)
+        return weights, _metrics(weights, cut, rejected)
+    log_ratio = np.clip(np.subtract(logprobs, sampler_logprobs, dtype=np.float64), -LOG_RATIO_CAP, LOG_RATIO_CAP)
+    weights = np.exp(log_ratio)
+    if correction == "mask":
         weights[(weights < correction_min) | (weights > correction_max)] = 0.0
-    else:
-        weights = np.exp(log_ratio)
-        cut = weights > correction_max
-        weights = np.minimum(weights, correction_max)
+        return weights, _metrics(weights, cut, rejected)
+    cut = weights > correction_max
+    weights = np.minimum(weights, correction_max)
     if correction == "reject_sequence":
         tokens = lengths(offsets)
         geometric = np.exp(sequence_sums(log_ratio, offsets) / np.maximum(tokens, 1))
         rejected = (geometric < correction_min) | (geometric > correction_max)
         dropped = np.repeat(rejected, tokens)
         weights[dropped], cut = 0.0, cut & ~dropped
-    return weights, {
+    return weights, _metrics(weights, cut, rejected)
+
+
+def _metrics(weights: PerToken, cut: TokenFlags, rejected: RowFlags) -> dict[str, int | float]:
+    """How much was cut, by metric name; see importance_weights."""
+    count = max(weights.size, 1)
+    return {
         "correction/weight_mean": token_mean(weights),
-        "correction/zeroed_fraction": token_mean((weights == 0).astype(np.float64)),
-        "correction/truncated_fraction": token_mean(cut.astype(np.float64)),
+        "correction/zeroed_fraction": (weights.size - int(np.count_nonzero(weights))) / count,
+        "correction/truncated_fraction": int(np.count_nonzero(cut)) / count,
         "correction/rejected_responses": int(rejected.sum()),
         "correction/ess": _effective_share(weights),
     }
@@ -90,5 +96,5 @@ def _effective_share(weights: PerToken) -> float:
     """(sum w)^2 / (N * sum w^2)."""
     if weights.size == 0:
         return 1.0
-    squares = float(np.square(weights).sum())
+    squares = float(np.sum(weights * weights))
     return float(weights.sum()) ** 2 / (weights.size * squares) if squares else 0.0

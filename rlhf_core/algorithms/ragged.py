@@ -13,6 +13,7 @@ from rlhf_core.errors import RowMismatch
 # What signatures say. `tokens` and `rows` must agree between the arguments of one call; tests check it at run time.
 PerToken = Float[np.ndarray, "tokens"]
 PerRow = Float[np.ndarray, "rows"]
+TokenFlags = Bool[np.ndarray, "tokens"]
 RowFlags = Bool[np.ndarray, "rows"]
 Offsets = Int64[np.ndarray, "bounds"]  # [B + 1]
 Lengths = Int64[np.ndarray, "rows"]
@@ -91,12 +92,14 @@ def with_slots(values: PerToken, fill: PerRow, offsets: Offsets, slots: RowFlags
         slots: [B], True for the rows that have a slot.
 
     Returns:
-        [N + number of slots]; a new array.
+        [N + number of slots]; without any slot, the values themselves.
 
     Raises:
         RowMismatch: If offsets do not fit.
     """
     check_offsets(offsets, tokens=values.size, rows=fill.size)
+    if not slots.any():
+        return values
     return np.insert(values, offsets[1:][slots], fill[slots])
 
 
@@ -109,12 +112,14 @@ def without_slots(values: PerSlottedToken, offsets: Offsets, slots: RowFlags) ->
         slots: [B], True for the rows that have a slot.
 
     Returns:
-        [N] and [number of slots], in the order of the rows.
+        [N] and [number of slots], in the order of the rows; without any slot, the values themselves and nothing.
 
     Raises:
         RowMismatch: If offsets do not fit.
     """
     bounds = slotted_offsets(offsets, slots)
     check_offsets(bounds, tokens=values.size)
+    if not slots.any():
+        return values, values[:0]
     at = bounds[1:][slots] - 1
     return np.delete(values, at), values[at]

@@ -28,7 +28,7 @@ def token_mean(x: PerToken) -> float:
     Returns:
         The mean in the unit of x; 0.0 for no tokens.
     """
-    return mean_and_std(x)[0]
+    return float(np.mean(x, dtype=np.float64)) if x.size else 0.0
 
 
 def sequence_sums(x: PerToken, offsets: Offsets) -> PerRow:

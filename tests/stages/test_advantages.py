@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.schema import ALIGNED, scores_schema
 from rlhf_core.artifacts.shards import iter_tables, read_metadata, read_table, shard_name, write_shard
+from rlhf_core.config import NEED_CRITIC, AdvantageParams, Params
 from rlhf_core.errors import ArtifactError, NumericError, RlhfError, StaleInput
 from rlhf_core.stage import write_json
 from stages import advantages as stage
@@ -394,6 +395,24 @@ def test_replayed_responses_are_trained_on_and_are_no_news() -> None:
     stage.main()
     assert state("1") == FIRST_REWARD_STATE | {"kl_coef": 0.05}
     assert "objective/rlhf_reward" not in metrics()
+
+
+@pytest.mark.parametrize("conventions", get_args(Params.model_fields["conventions"].annotation))
+@pytest.mark.parametrize("estimator", get_args(AdvantageParams.model_fields["estimator"].annotation))
+def test_every_estimator_runs_under_every_convention_with_and_without_a_critic(
+    estimator: str, conventions: str
+) -> None:
+    rows = [response(f"1-p-{i}", [-1.0] * i, [-1.5] * i, [0.1] * i, i % 3) for i in range(5)]
+    for critic in ("shared", "none"):
+        if critic == "none" and estimator in NEED_CRITIC:
+            continue
+        write_params(critic=critic, conventions=conventions, estimator=estimator)
+        write_scores(rows[:2], rows[2:], critic=critic != "none")
+        stage.main()
+        advantages = np.concatenate(column("advantages"))
+        # Whitened, with n or n - 1 of its 10 tokens; or all 0, which nothing here is.
+        assert np.isfinite(advantages).all() and 0.8 < advantages.std() < 1.1, critic
+        assert ("returns" in next(iter_tables(OUT))[1].column_names) == (critic != "none")
 
 
 # --- the state that passes from iteration to iteration ------------------------------------------------------------
