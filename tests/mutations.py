@@ -16,6 +16,13 @@ class Mutation(NamedTuple):
 
 
 KL = ("tests/unit/test_kl.py", "tests/property/test_ragged_maths.py")
+REWARDS = ("tests/unit/test_rewards.py",)
+STATE = ("tests/unit/test_reward_state.py",)
+GAE = ("tests/unit/test_advantages.py",)
+ESTIMATES = ("tests/unit/test_estimates.py",)
+WHITENING = ("tests/unit/test_whitening.py",)
+WEIGHTS = ("tests/unit/test_off_policy.py",)
+ADVANTAGES = ("tests/stages/test_advantages.py",)
 FORWARD = ("tests/unit/test_forward.py",)
 CRITIC = ("tests/stages/test_critic.py",)
 SCORE = ("tests/stages/test_score.py",)
@@ -171,5 +178,194 @@ MUTATIONS = [
     ),
     Mutation(
         "rlhf_core/training/optimizer.py", "first_moments=before.first_moments | first", "first_moments=first", LEARNER
+    ),
+    # Rewards and their state.
+    Mutation(
+        "rlhf_core/algorithms/kl.py",
+        "d: PerToken = np.subtract(logprobs, ref_logprobs, dtype",
+        "d: PerToken = np.subtract(ref_logprobs, logprobs, dtype",
+        KL,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/kl.py",
+        "np.maximum(d, -log_ratio_bound)",
+        "np.minimum(d, log_ratio_bound)",
+        KL,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "* -kl_coef",
+        "* kl_coef",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "rewards[offsets[1:][filled] - 1] += scores[filled]",
+        "rewards[offsets[1:] - 1] += scores",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "rewards[offsets[1:][filled] - 1] +=",
+        "rewards[offsets[:-1][filled]] +=",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "return final - missing_eos_penalty * ~finished",
+        "return final - missing_eos_penalty * finished",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "np.where(finished, final, final * (1 - missing_eos_penalty))",
+        "np.where(finished, final, final * missing_eos_penalty)",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/rewards.py",
+        "(lengths - (max_new_tokens - overlong_buffer))",
+        "(lengths - max_new_tokens)",
+        REWARDS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/reward_state.py",
+        "+ delta * delta * moments.count * count / total",
+        "",
+        STATE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/reward_state.py",
+        "max(kl / kl_target - 1, -ERROR_CLIP)",
+        "max(1 - kl / kl_target, -ERROR_CLIP)",
+        STATE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/reward_state.py",
+        "(1 + error * responses / kl_horizon)",
+        "(1 + error * kl_horizon / responses)",
+        STATE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/shaping.py",
+        "responses.scores[responses.own & responses.filled]",
+        "responses.scores[responses.filled]",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/shaping.py",
+        "(tokens > 0) & (tokens < max_new_tokens)",
+        "(tokens > 0) & (tokens <= max_new_tokens)",
+        ESTIMATES,
+    ),
+    # Advantages and whitening.
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "delta = rewards[t] + gamma * next_value - values[t]",
+        "delta = rewards[t] + next_value - values[t]",
+        GAE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "gamma * gae_lambda * next_advantage",
+        "gae_lambda * next_advantage",
+        GAE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "    for row in range(offsets.size - 1):\n        next_value = 0.0\n        next_advantage = 0.0\n",
+        "    next_value = 0.0\n    next_advantage = 0.0\n    for row in range(offsets.size - 1):\n",
+        GAE,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "centred *= np.repeat(sizes / others, sizes)",
+        "centred *= np.repeat(others / sizes, sizes)",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "np.add.reduceat(centred * centred, starts) / others)",
+        "np.add.reduceat(centred * centred, starts) / sizes)",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/advantages.py",
+        "centred[np.repeat(constant, sizes)] = 0.0",
+        "pass",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/estimates.py",
+        "advantages = scaled(advantages, shift_mean=True)",
+        "advantages = scaled(advantages, shift_mean=False)",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/estimates.py",
+        "rewards = scaled(rewards, shift_mean=False)",
+        "rewards = scaled(rewards, shift_mean=True)",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/estimates.py",
+        "gamma=gamma, gae_lambda=value_gae_lambda)",
+        "gamma=gamma, gae_lambda=gae_lambda)",
+        ESTIMATES,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/whitening.py",
+        "white if shift_mean else white + mean",
+        "white + mean if shift_mean else white",
+        WHITENING,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/whitening.py",
+        'x.size - 1 if variance == "bessel"',
+        'x.size - 1 if variance != "bessel"',
+        WHITENING,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/whitening.py",
+        "if x.min() != x.max() else np.zeros(x.size)",
+        "",
+        WHITENING,
+    ),
+    # Importance weights, and what the stage carries.
+    Mutation(
+        "rlhf_core/algorithms/off_policy.py",
+        "np.subtract(logprobs, sampler_logprobs, dtype",
+        "np.subtract(sampler_logprobs, logprobs, dtype",
+        WEIGHTS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/off_policy.py",
+        "weights = np.minimum(weights, correction_max)",
+        "weights = np.clip(weights, correction_min, correction_max)",
+        WEIGHTS,
+    ),
+    Mutation(
+        "rlhf_core/algorithms/off_policy.py",
+        "sequence_sums(log_ratio, offsets) / np.maximum(tokens, 1)",
+        "sequence_sums(log_ratio, offsets)",
+        WEIGHTS,
+    ),
+    Mutation(
+        "rlhf_core/artifacts/columns.py",
+        "max_splits=1, reverse=True",
+        "max_splits=1",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "rlhf_core/artifacts/columns.py",
+        "offsets[row : row + table.num_rows + 1]",
+        "offsets[: table.num_rows + 1]",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "stages/advantages.py",
+        "params.kl_coef if state.kl_coef is None else state.kl_coef",
+        "params.kl_coef",
+        ADVANTAGES,
     ),
 ]
