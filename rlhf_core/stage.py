@@ -28,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 # Seconds. Where several processes train together, most errors stop them all: the main one says so and the launcher ends
 # the others, well within this time. One that is still there afterwards stopped for a reason of its own, and says it.
 _GRACE = 10
+# Environment variable: process id of the launcher that rlhf_core/training/distributed.py started.
+LAUNCHER = "RLHF_LAUNCHER"
 
 
 def run_stage(name: str, main: Callable[[], None]) -> None:
@@ -66,9 +68,12 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent (dvc) dies, so that no orphan goes on writing."""
+    """Ask Linux to kill this process when its parent (dvc, or a launcher) dies, so that no orphan goes on writing."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):
+        sys.exit("the launcher of this process has died")  # while Python was starting, so no signal came
 
 
 @contextmanager

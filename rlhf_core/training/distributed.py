@@ -19,6 +19,7 @@ from torch import distributed, nn
 from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.stage import LAUNCHER
 
 Value = TypeVar("Value")
 
@@ -140,6 +141,7 @@ def launch(module: str, processes: int) -> None:
         return
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ[LAUNCHER] = str(os.getpid())
     options = ["--standalone", "--nproc-per-node", str(processes), "-m", module, *sys.argv[1:]]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "rlhf_core.training.distributed", *options])

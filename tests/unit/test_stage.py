@@ -224,3 +224,12 @@ def test_stage_dies_when_its_parent_is_killed() -> None:
         if alive(child):
             os.kill(child, signal.SIGKILL)
         parent.communicate()
+
+
+def test_a_process_whose_launcher_died_while_it_started_ends() -> None:
+    body = "from rlhf_core.stage import die_with_parent; die_with_parent(); print('goes on')"
+    for launcher, expected in ((str(os.getpid()), "goes on\n"), ("1", "")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RLHF_LAUNCHER": launcher}
+        found = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True)
+        assert found.stdout == expected
+        assert ("has died" in found.stderr) == (expected == "")
