@@ -66,7 +66,8 @@ def test_the_last_file_of_an_iteration_holds_all_columns_of_the_earlier_ones() -
     columns = duckdb.sql("SELECT * FROM 'data/advantages/iteration=1/*.parquet' LIMIT 0").columns
     wanted = ["sample_id", "prompt", "response", "sampler_logprobs", "logprobs", "ref_logprobs", "values", "score"]
     assert [name for name in wanted if name not in columns] == []
-    assert columns[-4:] == ["rewards", "advantages", "returns", "iteration"]
+    assert columns[-6:-1] == ["importance_weights", "rewards", "advantages", "returns", "bootstrap_return"]
+    assert columns[-1] == "iteration"
 
 
 def test_advantages_are_whitened_over_the_iteration() -> None:
