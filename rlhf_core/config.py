@@ -319,6 +319,11 @@ class Params(_Section):
                 f"advantages.correction is {correction}, but ppo_update.old_logprobs is sampler: its ratios already"
                 " start at the sampler's policy; set one of the two to its default"
             )
+        if self.advantages.overlong_buffer > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"advantages.overlong_buffer ({self.advantages.overlong_buffer}) must not be above"
+                f" sampling.max_new_tokens ({self.sampling.max_new_tokens}), or every response would be penalised"
+            )
         if self.score.replay and correction == "none" and not sampler:
             raise ValueError(
                 "score.replay mixes in responses of older policies, which advantages.correction none would treat as"

@@ -91,9 +91,9 @@ def test_round_trip_keeps_rows_types_and_empty_lists(rollouts: Path) -> None:
 
 
 def test_metadata_is_plain_json_under_one_key_with_the_schema_version(rollouts: Path) -> None:
-    assert read_metadata(rollouts) == {**METADATA, "schema_version": 1}
+    assert read_metadata(rollouts) == {**METADATA, "schema_version": 2}
     raw = pq.read_metadata(rollouts / "part-00000.parquet").metadata[b"rlhf"]
-    assert json.loads(raw) == {**METADATA, "schema_version": 1}
+    assert json.loads(raw) == {**METADATA, "schema_version": 2}
 
 
 def test_same_content_gives_same_bytes_whatever_the_column_order_and_chunks(tmp_path: Path) -> None:
@@ -201,20 +201,30 @@ def test_preferences_keep_null_messages_null_margins_and_nested_ids(tmp_path: Pa
 def test_scores_and_advantages_append_columns_to_what_was_read(rollouts: Path, tmp_path: Path) -> None:
     scores = scores_schema(["reward_model", "judge"])
     assert scores.names == [
-        *ROLLOUTS.names, "logprobs", "ref_logprobs", "values", "score_reward_model", "score_judge", "score",
+        *ROLLOUTS.names, "logprobs", "ref_logprobs", "values", "bootstrap_value", "score_reward_model", "score_judge",
+        "score",
     ]  # fmt: skip
     name, table = next(iter_tables(rollouts))
     lists = [[-0.1, -0.2, -0.3], [], [-1.0]]
     for column in ("logprobs", "ref_logprobs", "values"):
         table = table.append_column(column, pa.array(lists))
-    for column in ("score_reward_model", "score_judge", "score"):
+    for column in ("bootstrap_value", "score_reward_model", "score_judge", "score"):
         table = table.append_column(column, pa.array([1.0, 2.0, 3.0]))
     write_shard(tmp_path / "scores" / name, table, scores, METADATA)
     scored = read_table(tmp_path / "scores")
-    for column in ("rewards", "advantages", "returns"):
+    for column in ("importance_weights", "rewards", "advantages", "returns"):
         scored = scored.append_column(column, pa.array(lists))
+    scored = scored.append_column("bootstrap_return", pa.array([None, None, 1.0]))
     write_shard(tmp_path / "advantages" / name, scored, advantages_schema(scores), METADATA)
-    assert read_table(tmp_path / "advantages").column_names == [*scores.names, "rewards", "advantages", "returns"]
+    assert read_table(tmp_path / "advantages").column_names == [
+        *scores.names, "importance_weights", "rewards", "advantages", "returns", "bootstrap_return",
+    ]  # fmt: skip
+
+
+def test_without_a_critic_there_are_no_values_and_no_returns_and_the_full_kl_comes_when_asked_for() -> None:
+    scores = scores_schema(["judge"], critic=False, full_kl=True)
+    assert scores.names == [*ROLLOUTS.names, "logprobs", "ref_logprobs", "full_kl", "score_judge", "score"]
+    assert advantages_schema(scores).names == [*scores.names, "importance_weights", "rewards", "advantages"]
 
 
 # --- ragged -------------------------------------------------------------------------------------------------------
@@ -365,7 +375,7 @@ def test_a_wrong_dtype_is_named(rollouts: Path) -> None:
 def test_another_schema_version_is_refused(rollouts: Path) -> None:
     path = rollouts / "part-00001.parquet"
     rewrite(path, pq.read_table(path, partitioning=None), {**METADATA, "schema_version": 99})
-    with pytest.raises(SchemaMismatch, match=r"part-00001.parquet: schema version 99; this code reads version 1"):
+    with pytest.raises(SchemaMismatch, match=r"part-00001.parquet: schema version 99; this code reads version 2"):
         read_table(rollouts)
 
 

@@ -23,6 +23,7 @@ from rlhf_core.algorithms.reward_state import Moments, RewardState
 from rlhf_core.config import AdvantageParams
 from rlhf_core.models.checkpoint import OptimizerState, new_value_head
 from rlhf_core.models.critic import Critic
+from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.ppo import update
 from rlhf_core.training.ppo_loss import Settings
@@ -106,7 +107,7 @@ def iterate(learner: Learner, references: list[Tensor], params: AdvantageParams,
         advantages=split(found.advantages),
         **critic,
     )
-    update(learner, responses, settings(seed), lambda metrics: None)
+    update(learner, responses, settings(seed), processes=ALONE, progress=lambda metrics: None)
 
 
 def solve(estimator: str, kl_coef: float) -> tuple[float, float, float, float]:
