@@ -302,6 +302,17 @@ class Params(_Section):
             raise ValueError(
                 "critic.init is reward_model, but ingest.preferences is null: there is nothing to train it on"
             )
+        if advantages.estimator in NEED_GROUPS and advantages.whiten_rewards:
+            raise ValueError(
+                f"advantages.estimator is {advantages.estimator}, which compares sums of rewards: whiten_rewards would"
+                " add the same amount to every token and so reward length; set it to false"
+            )
+        responses = self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+        if advantages.kl_controller == "adaptive" and responses >= 5 * advantages.kl_horizon:
+            raise ValueError(
+                f"advantages.kl_horizon ({advantages.kl_horizon}) must be above a fifth of the {responses} responses of"
+                " an iteration, or one iteration of low KL would set the coefficient to 0 for ever"
+            )
         if advantages.kl_estimator == "full" and not self.score.full_kl:
             raise ValueError("advantages.kl_estimator is full, which needs score.full_kl: true")
         if advantages.estimator in NEED_GROUPS and self.rollout.samples_per_prompt == 1:

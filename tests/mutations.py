@@ -32,6 +32,7 @@ DIAGNOSTICS = ("tests/unit/test_diagnostics.py",)
 PARTS = ("tests/unit/test_aggregation.py",)
 UPDATE = ("tests/unit/test_ppo.py",)
 LEARNER = ("tests/unit/test_learner.py",)
+TEXTBOOK = ("tests/property/test_ppo_loss.py",)
 LOSSES_FILE = "rlhf_core/algorithms/losses.py"
 AGGREGATION_FILE = "rlhf_core/algorithms/aggregation.py"
 DIAGNOSTICS_FILE = "rlhf_core/algorithms/diagnostics.py"
@@ -368,4 +369,20 @@ MUTATIONS = [
         "params.kl_coef",
         ADVANTAGES,
     ),
+    # The terms of the loss together, against the textbook.
+    Mutation(
+        PPO_LOSS_FILE, "- settings.entropy_coef * entropy_term", "+ settings.entropy_coef * entropy_term", TEXTBOOK
+    ),
+    Mutation(PPO_LOSS_FILE, "return settings.value_coef * value_term", "return value_term", TEXTBOOK),
+    Mutation(
+        PPO_LOSS_FILE,
+        "entropy_term = (weights * outputs.entropy).sum()",
+        "entropy_term = outputs.entropy.sum() / whole.tokens",
+        TEXTBOOK,
+    ),
+    Mutation(PPO_LOSS_FILE, "kl_term = (weights * kls).sum()", "kl_term = kls.sum() / whole.tokens", TEXTBOOK),
+    # The optimiser.
+    Mutation("rlhf_core/training/optimizer.py", "weight_decay=weight_decay,", "weight_decay=0.0,", LEARNER),
+    Mutation("rlhf_core/training/optimizer.py", "else min(step, total_steps)", "else step", LEARNER),
+    Mutation("rlhf_core/training/optimizer.py", "betas=(betas[0], betas[1])", "betas=(betas[0], 0.999)", LEARNER),
 ]

@@ -1,7 +1,7 @@
 """AdamW over named parameters, its schedule and its steps: shared by train_rm and ppo_update."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,15 +31,28 @@ def schedule(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Return the learning-rate schedule, continued at first_step.
 
+        step s of 0, 1, ...    factor of the learning rate
+        s < warmup             (s + 1) / (warmup + 1): no step is taken with a rate of 0
+        constant               1
+        linear                 (total - s) / (total - warmup)
+        cosine                 (1 + cos(pi (s - warmup) / (total - warmup))) / 2
+        s >= total             0 for linear and cosine, for ever
+
     Args:
         optimizer: With an initial_lr in each group.
-        name: constant | linear | cosine; warm-up is linear in all three.
+        name: constant | linear | cosine.
         warmup_steps: Optimiser steps.
         total_steps: Optimiser steps at which linear and cosine reach 0.
         first_step: Steps already taken in earlier iterations.
     """
     kind = "constant_with_warmup" if name == "constant" else name
-    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps)
+    # One step more of each, looked up one step later: the library's own warm-up starts at 0. And its cosine rises again
+    # after its end.
+    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=warmup_steps + 1, num_training_steps=total_steps + 1)
+    scheduler.lr_lambdas = [
+        lambda step, factor=factor: factor((step if name == "constant" else min(step, total_steps)) + 1)
+        for factor in scheduler.lr_lambdas
+    ]
     # The schedules are pure functions of the step, so a later start needs no stored state.
     scheduler.last_epoch = first_step
     for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -118,7 +131,7 @@ def captured(
 def clip_and_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    groups: Mapping[str, Iterable[nn.Parameter]],
+    groups: Mapping[str, Sequence[nn.Parameter]],
     *,
     max_grad_norm: float,
     where: str,
@@ -128,16 +141,18 @@ def clip_and_step(
     Args:
         optimizer: Steps once.
         scheduler: Steps once, after the optimiser.
-        groups: All parameters that are trained, by the name of the group's norm.
+        groups: All parameters that are trained, by the name of the group's norm. One that took no part in the loss
+            counts as one with gradient 0, as it does among several processes.
         max_grad_norm: 2-norm over a group.
         where: For the error: which step of which stage, and which rows.
 
     Raises:
         NumericError: If a gradient is not finite. The step is not taken.
     """
-    norms = {
-        name: float(nn.utils.clip_grad_norm_(list(parameters), max_grad_norm)) for name, parameters in groups.items()
-    }
+    for parameter in (parameter for parameters in groups.values() for parameter in parameters):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    norms = {name: float(nn.utils.clip_grad_norm_(parameters, max_grad_norm)) for name, parameters in groups.items()}
     for name, norm in norms.items():
         if not math.isfinite(norm):
             raise NumericError(

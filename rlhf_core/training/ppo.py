@@ -80,7 +80,7 @@ def update(
         if "policy" in learner.parts and _too_far(metrics["policy/approxkl_k3_avg"], settings.target_kl, step):
             learner.optimizer.zero_grad(set_to_none=True)
             break
-        metrics["lr"] = float(learner.scheduler.get_last_lr()[0])
+        metrics["lr"] = float(learner.optimizer.param_groups[0]["lr"])
         processes.add_gradients([parameter for group in groups.values() for parameter in group])
         metrics |= clip_and_step(
             learner.optimizer,

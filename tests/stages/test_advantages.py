@@ -110,6 +110,7 @@ def write_params(*, conventions: str = "ours", critic: str = "shared", full_kl: 
     yaml = YAML()
     params = yaml.load(ROOT / "params.yaml")
     params["conventions"], params["critic"]["kind"], params["score"]["full_kl"] = conventions, critic, full_kl
+    params["rollout"] |= {"prompts_per_iteration": 8, "samples_per_prompt": 2}
     params["advantages"] = {**PLAIN, "whiten_advantages": True, **changes}
     yaml.dump(params, Path("params.yaml"))
 

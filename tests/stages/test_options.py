@@ -56,6 +56,13 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "sequence_mean": (POLICY, {"ppo_update": {"aggregation": "sequence_mean"}}),
     "constant": (POLICY, {"ppo_update": {"aggregation": "constant", "aggregation_constant": 16.0}}),
     "entropy": (POLICY, {"ppo_update": {"entropy_coef": 0.5}}),
+    "value_coef": (POLICY, {"ppo_update": {"value_coef": 1.0}}),
+    "weight_decay": (POLICY, {"ppo_update": {"weight_decay": 0.1}}),
+    "adam_betas": (POLICY, {"ppo_update": {"adam_betas": [0.8, 0.9]}}),
+    "adam_eps": (POLICY, {"ppo_update": {"adam_eps": 1e-3}}),
+    "max_grad_norm": (POLICY, {"ppo_update": {"max_grad_norm": 0.01}}),
+    "warmup_steps": (POLICY, {"ppo_update": {"warmup_steps": 3}}),
+    "cosine": (POLICY, {"ppo_update": {"lr_schedule": "cosine", "schedule_steps": 4}}),
     "sampler_logprobs": (POLICY, {"ppo_update": {"old_logprobs": "sampler"}}),
     # critic
     "unclipped_value_loss": (POLICY, {"ppo_update": {"value_clip_range": None, "value_head_learning_rate": 0.5}}),

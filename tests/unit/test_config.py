@@ -388,6 +388,11 @@ def several(*changes: tuple[str, str, str]) -> str:
             ["advantages: missing_eos_penalty is 1.5", "0 to 1"],
         ),
         ([("advantages", "kl_controller", "adaptive"), ("advantages", "kl_coef", "0.0")], ["kl_coef is 0"]),
+        ([("advantages", "estimator", "rloo"), ("advantages", "whiten_rewards", "true")], ["rloo", "whiten_rewards"]),
+        (
+            [("advantages", "kl_controller", "adaptive"), ("advantages", "kl_horizon", "20")],
+            ["advantages.kl_horizon (20)", "128 responses"],
+        ),
         ([("advantages", "overlong_buffer", "41")], ["overlong_buffer (41)", "max_new_tokens (40)"]),
         ([("advantages", "correction_min", "1.0")], ["advantages.correction_min is 1.0", "less than 1"]),
         ([("advantages", "correction_max", "1.0")], ["advantages.correction_max is 1.0", "greater than 1"]),

@@ -12,7 +12,7 @@ from torch import nn
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import load_optimizer, save_optimizer
-from rlhf_core.training.optimizer import adamw, schedule
+from rlhf_core.training.optimizer import adamw, clip_and_step, schedule
 from tests.ppo_case import learner_of, run, scored, separate_critic, settings, shared_critic, weights
 from tests.tiny import tiny_model
 
@@ -103,12 +103,22 @@ def test_each_part_has_its_own_learning_rate():
 
 def test_the_schedule_counts_the_steps_of_the_part_that_took_most():
     learner = learner_of(tiny_model(), shared_critic(), lr_schedule="linear", schedule_steps=10, learning_rate=1.0)
-    assert learner.scheduler.get_last_lr()[0] == pytest.approx(1.0)
+    assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
     model, critic = tiny_model().eval(), shared_critic()
     _, state = run(model, critic, scored(model, critic), settings(ppo_epochs=4), critic_only=True)
     model.requires_grad_(True)
     learner = learner_of(model, critic, state, lr_schedule="linear", schedule_steps=10, learning_rate=1.0)
     assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.6)  # (10 - 4) / 10
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_of_the_step():
+    model, critic = tiny_model().eval(), shared_critic()
+    options = {"lr_schedule": "linear", "schedule_steps": 10, "warmup_steps": 2, "learning_rate": 1e-3}
+    log, state = run(model, critic, scored(model, critic), settings(ppo_epochs=4), **options)
+    # 1/3 and 2/3 of the warm-up, then (10 - s) / 8.
+    assert [row["lr"] for row in log] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 0.875e-3])
+    log, _ = run(model, critic, scored(model, critic), settings(ppo_epochs=2), state, **options)
+    assert [row["lr"] for row in log] == pytest.approx([0.75e-3, 0.625e-3])
 
 
 def test_optimizer_state_of_other_parameters_is_refused():
@@ -146,9 +156,13 @@ def test_the_state_is_the_same_after_a_reload(tmp_path):
     ("name", "first_step", "expected"),
     [
         ("constant", 7, [1.0, 1.0]),
-        ("linear", 0, [0.0, 0.5]),  # two warm-up steps: 0/2, 1/2
+        ("constant", 0, [1 / 3, 2 / 3]),  # two warm-up steps, none of them at a rate of 0: 1/3, 2/3
+        ("linear", 0, [1 / 3, 2 / 3]),
         ("linear", 6, [0.5, 0.375]),  # then (10 - step) / (10 - 2)
         ("cosine", 6, [0.5, 0.3086583]),  # 0.5 (1 + cos(pi (step - 2) / 8))
+        ("linear", 10, [0.0, 0.0]),
+        ("cosine", 10, [0.0, 0.0]),
+        ("cosine", 17, [0.0, 0.0]),  # a cosine of the step alone would be back at 0.96 there
     ],
 )
 def test_schedules_continue_where_the_last_iteration_stopped(name, first_step, expected):
@@ -160,3 +174,26 @@ def test_schedules_continue_where_the_last_iteration_stopped(name, first_step, e
     scheduler.step()
     found.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_step_is_adamw_s_with_its_own_betas_eps_and_decay():
+    # Gradient 2 clipped to norm 1: m = 0.2 * 1, v = 0.1 * 1; corrected by 1 - 0.8 and 1 - 0.9 both are 1.
+    # w = 3 * (1 - 0.5 * 0.1) - 0.5 * 1 / (sqrt(1) + 0.25) = 2.85 - 0.4
+    parameter = nn.Parameter(torch.tensor([3.0]))
+    optimizer = adamw([([("p", parameter)], 0.5)], betas=(0.8, 0.9), eps=0.25, weight_decay=0.1)
+    scheduler = schedule(optimizer, name="constant", warmup_steps=0, total_steps=1, first_step=0)
+    parameter.grad = torch.tensor([2.0])
+    norms = clip_and_step(optimizer, scheduler, {"g": [parameter]}, max_grad_norm=1.0, where="here")
+    assert norms == {"g": 2.0}
+    assert parameter.item() == pytest.approx(2.45, abs=1e-5)
+    assert parameter.grad is None
+
+
+def test_a_parameter_that_took_no_part_counts_as_one_with_gradient_zero():
+    used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = adamw([([("a", used), ("b", unused)], 0.1)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    scheduler = schedule(optimizer, name="constant", warmup_steps=0, total_steps=1, first_step=0)
+    used.grad = torch.ones(1)
+    clip_and_step(optimizer, scheduler, {"g": [used, unused]}, max_grad_norm=1.0, where="here")
+    assert unused.item() == 1.0
+    assert optimizer.state[unused]["exp_avg"].tolist() == [0.0]
