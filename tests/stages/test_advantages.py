@@ -393,6 +393,9 @@ def test_replayed_responses_are_trained_on_and_are_no_news() -> None:
     assert metrics()["objective/non_score_reward"] == pytest.approx(-0.05 * 0.5, rel=1e-9)
     assert metrics()["advantages/tokens"] == 2
     write_scores([replayed], [replayed | {"sample_id": "0-p-1"}])
+    with pytest.raises(NumericError, match="only replays"):
+        stage.main()
+    write_params(kl_controller="adaptive", kl_target=1.0, kl_horizon=10)
     stage.main()
     assert state("1") == FIRST_REWARD_STATE | {"kl_coef": 0.05}
     assert "objective/rlhf_reward" not in metrics()
