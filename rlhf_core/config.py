@@ -13,15 +13,17 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import ConfigError
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
-Text = Annotated[str, Field(min_length=1)]
+from rlhf_core.ranges import (
+    Betas,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+    Text,
+)
+from rlhf_core.reward_config import KINDS, RewardModelSource, RewardsParams
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,11 +33,7 @@ NEED_CRITIC = ("gae", "reward_minus_value")
 NEED_GROUPS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ComputeParams(_Section):
+class ComputeParams(Section):
     """How models are run outside vLLM."""
 
     device: Literal["auto", "cpu", "cuda"]
@@ -45,7 +43,7 @@ class ComputeParams(_Section):
     processes: Count
 
 
-class SamplingParams(_Section):
+class SamplingParams(Section):
     """How vLLM samples."""
 
     temperature: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)]
@@ -58,7 +56,7 @@ class SamplingParams(_Section):
     nonfinite_logprobs: Literal["error", "drop"]
 
 
-class BaseModelParams(_Section):
+class BaseModelParams(Section):
     """Which pretrained model the run starts from."""
 
     source: Text
@@ -74,7 +72,7 @@ class BaseModelParams(_Section):
         return self
 
 
-class IngestParams(_Section):
+class IngestParams(Section):
     """Where prompts and preferences come from, and what happens to rows that do not fit."""
 
     prompts: Text
@@ -101,7 +99,7 @@ class IngestParams(_Section):
         return self
 
 
-class TrainRmParams(_Section):
+class TrainRmParams(Section):
     """Reward model training."""
 
     model: Text
@@ -116,7 +114,7 @@ class TrainRmParams(_Section):
     adam_eps: Positive
 
 
-class RolloutParams(_Section):
+class RolloutParams(Section):
     """How many responses an iteration samples."""
 
     prompts_per_iteration: CountOrZero
@@ -124,7 +122,7 @@ class RolloutParams(_Section):
     shard_prompts: Count
 
 
-class CriticParams(_Section):
+class CriticParams(Section):
     """Which critic the run trains, and what it starts from."""
 
     kind: Literal["shared", "separate", "none"]
@@ -140,10 +138,9 @@ class CriticParams(_Section):
         return self
 
 
-class ScoreParams(_Section):
-    """Reward sources, replayed iterations, and the gate on the sampler-trainer mismatch."""
+class ScoreParams(Section):
+    """Replayed iterations, and the gate on the sampler-trainer mismatch."""
 
-    rewards: Annotated[dict[Literal["reward_model", "judge"], Finite], Field(min_length=1)]
     replay: list[Count]
     full_kl: bool
     max_mismatch_k3: Positive
@@ -156,7 +153,7 @@ class ScoreParams(_Section):
         return self
 
 
-class AdvantageParams(_Section):
+class AdvantageParams(Section):
     """Reward shaping, the advantage estimator, whitening, and the off-policy correction."""
 
     estimator: Literal[
@@ -195,7 +192,7 @@ class AdvantageParams(_Section):
         return self
 
 
-class PpoUpdateParams(_Section):
+class PpoUpdateParams(Section):
     """The clipped policy and value update."""
 
     learning_rate: Positive
@@ -232,7 +229,7 @@ class PpoUpdateParams(_Section):
         return self
 
 
-class EvaluateParams(_Section):
+class EvaluateParams(Section):
     """Held-out evaluation."""
 
     max_prompts: Count | None
@@ -248,7 +245,7 @@ class EvaluateParams(_Section):
         return self
 
 
-class Params(_Section):
+class Params(Section):
     """All of params.yaml."""
 
     seed: CountOrZero
@@ -260,6 +257,7 @@ class Params(_Section):
     train_rm: TrainRmParams
     critic: CriticParams
     rollout: RolloutParams
+    rewards: RewardsParams
     score: ScoreParams
     advantages: AdvantageParams
     ppo_update: PpoUpdateParams
@@ -280,10 +278,12 @@ class Params(_Section):
                 f"ingest.max_prompt_tokens ({self.ingest.max_prompt_tokens}) must be below"
                 f" sampling.max_model_len ({self.sampling.max_model_len}), or no response token fits"
             )
-        if self.score.rewards.get("reward_model") and self.ingest.preferences is None:
-            raise ValueError(
-                "score.rewards uses reward_model, but ingest.preferences is null: there is nothing to train it on"
-            )
+        for name, source in self.rewards.items():
+            if isinstance(source, RewardModelSource) and source.path is None and self.ingest.preferences is None:
+                raise ValueError(
+                    f"rewards.{name} is the trained reward model, but ingest.preferences is null: there is nothing to"
+                    " train it on"
+                )
         return self
 
     @model_validator(mode="after")
@@ -479,7 +479,11 @@ def _parse(model: type[Model], raw: Any, where: str, problems: list[str]) -> Mod
 def _explain(model: type[BaseModel], item: Any, where: str) -> str:
     """One line for one pydantic error: key, value, what is allowed, and the nearest valid key."""
     location = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "is-instance"))]
+    if location[:1] == ["rewards"]:
+        model, location = _in_source(model, location)
     key = ".".join(location)
+    if location[:1] == ["rewards"] and item["type"] in _SOURCE_ERRORS:
+        return f"{where}: {_SOURCE_ERRORS[item['type']](key, item)}"
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(location[-1], _fields_at(model, location[:-1]), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -493,9 +497,43 @@ def _explain(model: type[BaseModel], item: Any, where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
+    if location[:1] == ["rewards"]:
+        return list(model.model_fields)
     for part in location:
         field = model.model_fields.get(part)
         if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
             return []
         model = field.annotation
     return list(model.model_fields)
+
+
+def _in_source(model: type[BaseModel], location: list[str]) -> tuple[type[BaseModel], list[str]]:
+    """The class of the source that a location below `rewards` is in, and the location without the kind in it."""
+    if len(location) > 2 and location[2] in KINDS:
+        return KINDS[location[2]], location[:2] + location[3:]
+    return model, [part for part in location if part != "[key]"]
+
+
+def _wrong_kind(key: str, item: Any) -> str:
+    kind = item["ctx"]["tag"]
+    near = difflib.get_close_matches(kind, KINDS, n=1)
+    return f"{key}.kind is {kind!r}: expected {', '.join(KINDS)}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _no_kind(key: str, item: Any) -> str:
+    return f"missing key {key}.kind: expected {', '.join(KINDS)}"
+
+
+def _wrong_name_or_text(key: str, item: Any) -> str:
+    if item["loc"][-1] == "[key]":
+        return f"{key}: expected a name of 1 to 64 letters, digits and underscores; it names the column score_<name>"
+    form = {"function": "module:function, of a module in user_rewards", "auth_env": "the name of a variable"}
+    return f"{key} is {item['input']!r}: expected {form[str(item['loc'][-1])]}"
+
+
+# What pydantic says about a union or a pattern is about its own workings.
+_SOURCE_ERRORS = {
+    "union_tag_invalid": _wrong_kind,
+    "union_tag_not_found": _no_kind,
+    "string_pattern_mismatch": _wrong_name_or_text,
+}

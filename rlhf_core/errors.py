@@ -35,3 +35,11 @@ class StaleInput(ArtifactError):
 
 class NumericError(RlhfError):
     """A number that must be finite, or inside a range, is not."""
+
+
+class RewardError(RlhfError):
+    """A reward source failed, or what it returned is no score."""
+
+
+class AnswerError(RewardError):
+    """A service answered something else than it was asked for."""

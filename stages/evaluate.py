@@ -14,6 +14,7 @@ from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
 from rlhf_core.config import Params, load_run
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
 from rlhf_core.reward.evaluation import append_judgements, evaluation_metrics
+from rlhf_core.reward.judge import judge_rows
 from rlhf_core.reward.passes import Passes, numbered
 from rlhf_core.sampling.evaluation import sample_held_out
 from rlhf_core.seeding import derive_seed
@@ -46,8 +47,8 @@ def main() -> None:
         passes.token_logprobs("ref_logprobs", REFERENCE)
     has_reward_model = (REWARD_MODEL / "config.json").is_file()
     if has_reward_model:
-        passes.reward_model(REWARD_MODEL)
-    passes.judge()
+        passes.reward_model("score_reward_model", REWARD_MODEL)
+    passes.rows("score_judge", judge_rows)
     judged = [
         (name, append_judgements(table, name, passes, has_reward_model))
         for name, table in iter_tables(work / "samples")

@@ -14,6 +14,9 @@ from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
 from rlhf_core.reward.passes import Passes, numbered
 from rlhf_core.reward.scores import append_scores, score_metrics, worst_tokens
+from rlhf_core.reward.sources import described_sources, reward_models, run_other_sources, run_reward_models
+from rlhf_core.reward.user_function import USER_REWARDS
+from rlhf_core.reward_config import PythonSource
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
 CHECKPOINTS = Path("data/checkpoints")
@@ -21,7 +24,7 @@ REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 
 
 def main() -> None:
-    """Run each model over all rows, one after the other, then write every shard with its new columns."""
+    """Run each reward source and model over all rows, one after the other, then write the shards with new columns."""
     iteration, prev = sys.argv[1:3]
     run = load_run()
     params = run.at(iteration)
@@ -38,9 +41,11 @@ def main() -> None:
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],
     )
+    run_other_sources(passes, params.rewards)  # first: what is wrong with them shows before a model has run
     run_passes(passes, policy, critic, params, same_model=metadata["reference"] == metadata["policy"])
 
-    rewards, full_kl = dict(metadata["rewards"]), params.score.full_kl
+    rewards = {name: source.weight for name, source in params.rewards.items()}
+    full_kl = params.score.full_kl
     scored = {
         name: append_scores(read_shard(path), name, passes, rewards, full_kl=full_kl)
         for name, path in passes.shards.items()
@@ -88,10 +93,7 @@ def run_passes(passes: Passes, policy: Path, critic: Path, params: Params, *, sa
         passes.token_logprobs("ref_logprobs", REFERENCE)
         if params.score.full_kl:
             passes.full_kl(policy, REFERENCE)
-    if "reward_model" in params.score.rewards:
-        passes.reward_model(REWARD_MODEL)
-    if "judge" in params.score.rewards:
-        passes.judge()
+    run_reward_models(passes, reward_models(params.rewards, REWARD_MODEL))
 
 
 def check_mismatch(k3: float, worst: list[dict[str, Any]], params: Params, measured: Path) -> None:
@@ -129,15 +131,30 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     for source in sources[1:]:
         check_replayed(source, metadata)
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
-    if "reward_model" in params.score.rewards:
-        metadata["reward_model"] = hash_path(REWARD_MODEL)
-        if hash_tokenizer(REWARD_MODEL) != metadata["tokenizer"]:
-            raise ModelError(
-                f"{REWARD_MODEL}: its tokenizer is not the policy's; a reward model reads the policy's ids"
-            )
+    metadata["reward_models"] = {}
+    for name, directory in reward_models(params.rewards, REWARD_MODEL).items():
+        metadata["reward_models"][name] = hash_reward_model(name, directory, metadata["tokenizer"])
     inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
     inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
-    return metadata | {"stage": "score", "inputs": inputs, "rewards": dict(params.score.rewards)}
+    if any(isinstance(source, PythonSource) for source in params.rewards.values()):
+        inputs["user_rewards"] = hash_path(USER_REWARDS)
+    return metadata | {"stage": "score", "inputs": inputs, "rewards": described_sources(params.rewards)}
+
+
+def hash_reward_model(name: str, directory: Path, tokenizer: str) -> str:
+    """Return the hash of a reward model's directory, after checking that it reads the policy's ids.
+
+    Raises:
+        ModelError: If it is no directory, or its tokenizer is not the policy's.
+    """
+    if not directory.is_dir():
+        raise ModelError(
+            f"rewards.{name}.path is {directory}, which is no directory; an id of the Hugging Face hub is not taken"
+            " here: download it (`hf download`) and give the directory"
+        )
+    if hash_tokenizer(directory) != tokenizer:
+        raise ModelError(f"{directory}: its tokenizer is not the policy's; a reward model reads the policy's ids")
+    return hash_path(directory)
 
 
 def check_replayed(source: Path, own: dict[str, Any]) -> None:

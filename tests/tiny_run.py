@@ -155,6 +155,14 @@ def stage(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) 
     module.main()
 
 
+def set_rewards(**sources: dict[str, Any]) -> None:
+    """Replace the reward sources; those without a weight get 1."""
+    yaml = YAML()
+    params = yaml.load(Path("params.yaml").read_text())
+    params["rewards"] = {name: {"weight": 1.0, **source} for name, source in sources.items()}
+    yaml.dump(params, Path("params.yaml"))
+
+
 def change(section: str, **values: Any) -> None:
     """Change parameters of one section."""
     yaml = YAML()

@@ -23,7 +23,8 @@ def hash_path(path: Path) -> str:
     """Return the SHA-256 of a file, or of a directory's relative file names and contents in sorted order.
 
     Args:
-        path: A file or directory; hidden files below a directory (unfinished writes) do not count.
+        path: A file or directory; of a directory, hidden files (unfinished writes) and Python's __pycache__ do not
+            count.
 
     Returns:
         64 hex digits.
@@ -36,7 +37,7 @@ def hash_path(path: Path) -> str:
     if not path.is_dir():
         raise ArtifactError(f"{path}: no such file or directory; run `dvc repro` for the stage that writes it")
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    return _hash_files(path, [name for name in names if not any(part.startswith(".") for part in name.split("/"))])
+    return _hash_files(path, [name for name in names if not any(map(_left_out, name.split("/")))])
 
 
 def hash_tokenizer(directory: Path) -> str:
@@ -65,6 +66,10 @@ def tokenizer_files(directory: Path) -> list[Path]:
     if not found:
         raise ModelError(f"{directory}: holds no tokenizer file; save one there with AutoTokenizer.save_pretrained")
     return [directory / name for name in found]
+
+
+def _left_out(part: str) -> bool:
+    return part.startswith(".") or part == "__pycache__"
 
 
 def _hash_file(path: Path) -> str:

@@ -26,12 +26,14 @@ def append_judgements(table: pa.Table, shard: str, passes: Passes, has_reward_mo
     same_model = not passes.has("ref_logprobs")
     ref_logprobs = logprobs if same_model else passes.result("ref_logprobs", shard)
     proxy = (
-        pa.array(passes.result("reward_model", shard)) if has_reward_model else pa.nulls(table.num_rows, pa.float32())
+        pa.array(passes.result("score_reward_model", shard))
+        if has_reward_model
+        else pa.nulls(table.num_rows, pa.float32())
     )
     for name, column in (
         ("logprobs", ragged_array(logprobs, offsets, pa.float32())),
         ("ref_logprobs", ragged_array(ref_logprobs, offsets, pa.float32())),
-        ("score_judge", pa.array(passes.result("judge", shard))),
+        ("score_judge", pa.array(passes.result("score_judge", shard))),
         ("score_reward_model", proxy),
     ):
         table = table.append_column(name, column)

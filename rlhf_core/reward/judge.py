@@ -10,6 +10,7 @@ from functools import cache
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from rlhf_core.errors import DataError
+from rlhf_core.reward.rows import Row
 
 UNFINISHED_PENALTY = 1.0
 
@@ -41,6 +42,11 @@ def judge(response: str, finish_reason: str) -> float:
         raise DataError(f"finish_reason is {finish_reason!r}: expected stop or length")
     sentiment = float(_analyzer().polarity_scores(response)["compound"])
     return sentiment - (0.0 if is_finished(response, finish_reason) else UNFINISHED_PENALTY)
+
+
+def judge_rows(rows: list[Row], shard: str, where: str) -> list[float]:
+    """Return the judge's score of every row of a shard."""
+    return [judge(row["response"], row["finish_reason"]) for row in rows]
 
 
 def is_finished(response: str, finish_reason: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rlhf_core.artifacts.checks import list_lengths
+from rlhf_core.artifacts.schema import score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
 from rlhf_core.errors import ModelError, NumericError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
-from rlhf_core.reward.judge import judge
+from rlhf_core.reward.rows import Row, checked_scores, row_dictionaries
 
 Compute = Callable[[Batch], list[Tensor]]
 
@@ -138,15 +140,15 @@ class Passes:
         for shard, rows in self._run("full_kl", compute, device, closed=False):
             save_array(self.work / "full_kl" / f"{shard}.npy", _flat(rows))
 
-    def reward_model(self, directory: Path) -> None:
-        """Write the reward model's normalised score of every row to work/reward_model/<shard>.npy.
+    def reward_model(self, name: str, directory: Path) -> None:
+        """Write a reward model's normalised score of every row to work/<name>/<shard>.npy.
 
             score = (raw - mean) / std, with the mean and deviation that train_rm stored
 
         It reads prompt and response ids. A response that was cut off is closed by an EOS for it (not in any artifact),
         because closed turns are what it was trained on; that it was cut off is the missing-EOS penalty's business.
         """
-        if self._done("reward_model"):
+        if self._done(name):
             return
         device = torch_device(self.device)
         model = load_classifier(directory, device=device, precision=self.precision)
@@ -155,15 +157,32 @@ class Passes:
         def compute(batch: Batch) -> list[Tensor]:
             return list((sequence_scores(model, batch, precision=self.precision) - mean) / std)
 
-        for shard, rows in self._run("reward_model", compute, device, closed=True):
-            save_array(self.work / "reward_model" / f"{shard}.npy", np.array([float(row) for row in rows], np.float32))
+        for shard, rows in self._run(name, compute, device, closed=True):
+            save_array(self.work / name / f"{shard}.npy", np.array([float(row) for row in rows], np.float32))
 
-    def judge(self) -> None:
-        """Write the judge's score of every row to work/judge/<shard>.npy."""
+    def rows(self, name: str, score: Callable[[list[Row], str, str], Any]) -> None:
+        """Write a score without a model for every row to work/<name>/<shard>.npy.
+
+        Args:
+            name: Of the pass, which is the source's column.
+            score: From all rows of a shard, the shard's name, and words for messages that name source and file, to one
+                number for each row.
+
+        Raises:
+            RewardError: If it returns anything else; with source, file, row and value.
+        """
         for shard, path in self.shards.items():
-            table = read_shard(path, ["response", "finish_reason"])
-            scores = [judge(row["response"], row["finish_reason"]) for row in table.to_pylist()]
-            save_array(self.work / "judge" / f"{shard}.npy", np.array(scores, np.float32))
+            if (self.work / name / f"{shard}.npy").is_file():
+                continue
+            rows = row_dictionaries(path)
+            where = f"reward source {name.removeprefix(score_column(''))}, {path}"
+            found = score(rows, shard, where) if rows else []
+            scores = checked_scores(found, [row["sample_id"] for row in rows], where)
+            save_array(self.work / name / f"{shard}.npy", scores)
+
+    def kept(self, name: str, shard: str) -> Path:
+        """Return the file for what a pass has scored of a shard that it has not finished."""
+        return self.work / name / f"{shard}.kept.jsonl"
 
     def result(self, name: str, shard: str) -> np.ndarray:
         """Return what a pass wrote for one shard: float32, flat over its tokens, or one per row."""

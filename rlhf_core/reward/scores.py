@@ -39,7 +39,7 @@ def append_scores(
         columns["bootstrap_value"] = pa.array(passes.result("bootstrap_value", shard), pa.float32())
     total = np.zeros(table.num_rows, np.float64)
     for source, weight in rewards.items():
-        scores = passes.result(source, shard)
+        scores = passes.result(score_column(source), shard)
         columns[score_column(source)] = pa.array(scores, pa.float32())
         total += weight * scores.astype(np.float64)
     columns["score"] = pa.array(total.astype(np.float32))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import ITERATION_SECTIONS, Iteration, Params, read_yaml
+from rlhf_core.reward_config import KINDS
 from tests.meta.project import ROOT, tree
 from tools import update_deps
 
@@ -20,7 +21,10 @@ def test_params_yaml_holds_exactly_the_fields() -> None:
     raw = read_yaml(ROOT / "params.yaml")
     assert set(raw) == SECTIONS
     for name, section in raw.items():
-        if name not in SCALARS:
+        if name == "rewards":
+            for source in section.values():
+                assert set(source) == set(KINDS[source["kind"]].model_fields)
+        elif name not in SCALARS:
             model: Any = Params.model_fields[name].annotation
             assert set(section) == set(model.model_fields), name
 
@@ -50,6 +54,11 @@ def test_every_number_has_a_comment() -> None:
 def test_sections_that_an_iteration_overrides_are_stages() -> None:
     assert set(Iteration.model_fields) == {"prev", *ITERATION_SECTIONS}
     assert set(ITERATION_SECTIONS) <= SECTIONS & set(STAGES)
+
+
+def reward_keys() -> dict[str, None]:
+    """Keys of all kinds of reward sources, each once."""
+    return {key: None for source in KINDS.values() for key in source.model_fields}
 
 
 def sections_read(path: Path) -> set[str]:
@@ -97,6 +106,6 @@ def test_parameter_reference_explains_every_key() -> None:
     missing = []
     for name, field in Params.model_fields.items():
         model: Any = field.annotation
-        keys = [name] if name in SCALARS else model.model_fields
+        keys = [name] if name in SCALARS else reward_keys() if name == "rewards" else model.model_fields
         missing += [f"{name}.{key}" for key in keys if f"`{key}`" not in text and f"`{name}.{key}`" not in text]
     assert not missing

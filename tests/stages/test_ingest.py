@@ -34,7 +34,7 @@ def set_params(**keys) -> None:
     params = yaml.load((ROOT / "params.yaml").read_text())
     params["ingest"].update(keys)
     if params["ingest"]["preferences"] is None:
-        params["score"]["rewards"] = {"judge": 1.0}
+        params["rewards"] = {"judge": {"kind": "judge", "weight": 1.0}}
     with Path("params.yaml").open("w") as handle:
         yaml.dump(params, handle)
 

@@ -116,7 +116,7 @@ def test_rollouts_that_do_not_fit_are_not_replayed(two, monkeypatch, fact, value
 
 
 def test_a_replay_that_was_interrupted_goes_on(two, monkeypatch):
-    def killed(self, directory):
+    def killed(self, name, directory):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ from rlhf_core.artifacts.schema import PREFERENCES
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
 from rlhf_core.errors import ModelError, NumericError, StaleInput
 from stages import advantages, ppo_update, score, train_rm
-from tests.tiny_run import RESPONSES, change, policy_logprobs, stage, write_rollouts
+from tests.tiny_run import RESPONSES, change, policy_logprobs, set_rewards, stage, write_rollouts
 
 
 def test_one_iteration_from_rollouts_to_a_checkpoint(project, monkeypatch):
@@ -72,7 +72,8 @@ def test_reward_model_scores_are_normalised(project, monkeypatch):
 
 
 def test_the_score_is_the_weighted_sum_of_its_sources(project, monkeypatch):
-    change("score", rewards={"reward_model": 0.5, "judge": 2.0})
+    trained = {"kind": "reward_model", "path": None, "weight": 0.5}
+    set_rewards(reward_model=trained, judge={"kind": "judge", "weight": 2.0})
     stage(score, monkeypatch, "1", "0")
     for row in read_table(Path("data/scores/iteration=1")).to_pylist():
         assert row["score_judge"] == -1.0  # "text" is neutral and no finished sentence
@@ -113,7 +114,7 @@ def test_a_language_model_in_the_reward_model_s_place_is_refused(project, monkey
 def test_a_crash_between_passes_costs_only_the_pass_that_was_running(project, monkeypatch):
     from rlhf_core.reward.passes import Passes
 
-    def killed(self, directory):
+    def killed(self, name, directory):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -128,7 +129,7 @@ def test_a_crash_between_passes_costs_only_the_pass_that_was_running(project, mo
 
 def test_without_preferences_the_stage_says_so_and_leaves_no_model(project, monkeypatch):
     change("ingest", preferences=None)
-    change("score", rewards={"judge": 1.0})
+    set_rewards(judge={"kind": "judge"})
     table = read_table(Path("data/preferences")).slice(0, 0)
     write_shard(Path("data/preferences") / shard_name(0), table, PREFERENCES, read_metadata(Path("data/preferences")))
     train_rm.main()

@@ -32,6 +32,12 @@ def with_value(section: str, key: str, value: str, text: str = PARAMS, new_key: 
     return f"{before}{section}:{changed}"
 
 
+def with_rewards(value: str, text: str = PARAMS) -> str:
+    """params.yaml with another group `rewards`."""
+    before, rest = text.split("\nrewards:", 1)
+    return f"{before}\nrewards: {value}\n\nscore:" + rest.split("\nscore:", 1)[1]
+
+
 def load(tmp_path: Path, params: str = PARAMS, iterations: str = TWO) -> Run:
     (tmp_path / "params.yaml").write_text(params, encoding="utf-8")
     (tmp_path / "iterations.yaml").write_text(iterations, encoding="utf-8")
@@ -78,11 +84,9 @@ def test_misspelt_section_is_named(tmp_path: Path) -> None:
 
 
 def test_misspelt_reward_source_is_named(tmp_path: Path) -> None:
-    found = one_problem(tmp_path, with_value("score", "rewards", "{reward_modle: 1.0}"))
-    assert "score.rewards" in found
-    assert "reward_modle" in found
-    assert "reward_model" in found
-    assert "judge" in found
+    found = one_problem(tmp_path, with_rewards("{x: {kind: reward_modle, weight: 1.0}}"))
+    assert found.startswith("params.yaml: rewards.x.kind is 'reward_modle': expected reward_model, judge,")
+    assert found.endswith("(did you mean reward_model?)")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,6 @@ def test_misspelt_reward_source_is_named(tmp_path: Path) -> None:
         ("advantages", "whiten_advantages", "no", ["advantages.whiten_advantages", "'no'", "boolean"]),
         ("ingest", "prompts", "3", ["ingest.prompts", "3", "string"]),
         ("ppo_update", "adam_betas", "0.9", ["ppo_update.adam_betas", "0.9", "list"]),
-        ("score", "rewards", "1.0", ["score.rewards", "1.0", "dictionary"]),
     ],
 )
 def test_wrong_type(tmp_path: Path, section: str, key: str, value: str, words: list[str]) -> None:
@@ -115,7 +118,6 @@ def test_wrong_type(tmp_path: Path, section: str, key: str, value: str, words: l
         ("ingest", "fraction", "0", ["ingest.fraction", "0", "greater than 0"]),
         ("ingest", "eval_fraction", "1.0", ["ingest.eval_fraction", "1.0", "less than 1"]),
         ("ppo_update", "lr_schedule", "cosin", ["ppo_update.lr_schedule", "'cosin'", "'cosine'"]),
-        ("score", "rewards", "{}", ["score.rewards", "at least 1"]),
     ],
 )
 def test_out_of_range(tmp_path: Path, section: str, key: str, value: str, words: list[str]) -> None:
@@ -153,7 +155,7 @@ def test_nan_and_infinity_are_refused(tmp_path: Path, section: str, key: str, va
 
 def test_nan_inside_a_list_or_a_map_is_refused(tmp_path: Path) -> None:
     assert "adam_betas" in one_problem(tmp_path, with_value("ppo_update", "adam_betas", "[.nan, 0.9]"))
-    assert "score.rewards" in one_problem(tmp_path, with_value("score", "rewards", "{judge: .nan}"))
+    assert "rewards.x.weight" in one_problem(tmp_path, with_rewards("{x: {kind: judge, weight: .nan}}"))
 
 
 # YAML 1.2, as DVC reads it. YAML 1.1 would read 1e-5 as text, `no` as False and 0123 as octal 83.
@@ -192,8 +194,10 @@ def test_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
 
 
 def test_reward_model_without_preferences_is_refused(tmp_path: Path) -> None:
-    params = with_value("ingest", "preferences", "null", with_value("score", "rewards", "{reward_model: 1.0}"))
-    assert "ingest.preferences is null" in one_problem(tmp_path, params)
+    source = "{{rm: {{kind: reward_model, weight: 1.0, path: {}}}}}"
+    params = with_value("ingest", "preferences", "null", with_rewards(source.format("null")))
+    assert "rewards.rm is the trained reward model, but ingest.preferences is null" in one_problem(tmp_path, params)
+    load(tmp_path, with_value("ingest", "preferences", "null", with_rewards(source.format("models/mine"))))
 
 
 def test_remote_code_needs_a_revision(tmp_path: Path) -> None:

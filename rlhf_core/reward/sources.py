@@ -1,0 +1,151 @@
+"""From the `rewards` group of params.yaml to passes over the rows: what scores them, by kind."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.artifacts.schema import score_column
+from rlhf_core.errors import DataError
+from rlhf_core.ranges import Section
+from rlhf_core.reward import answers, rules
+from rlhf_core.reward.http_service import service_scores
+from rlhf_core.reward.judge import judge
+from rlhf_core.reward.llm_judge import judge_scores, reply_reader
+from rlhf_core.reward.passes import Passes
+from rlhf_core.reward.rows import Row
+from rlhf_core.reward.service import open_service
+from rlhf_core.reward.user_function import call_function, load_function
+from rlhf_core.reward_config import (
+    TRANSPORT,
+    ExactAnswerSource,
+    HttpSource,
+    JsonFormatSource,
+    JudgeSource,
+    LastNumberSource,
+    LengthSource,
+    LlmJudgeSource,
+    PythonSource,
+    RegexSource,
+    RepetitionSource,
+    RewardModelSource,
+)
+
+_CONNECTION = {"timeout_s", "retries", "backoff_s", "auth_env"}  # what open_service takes
+
+
+def described_sources(rewards: Mapping[str, Section]) -> dict[str, dict[str, Any]]:
+    """Return all that the scores depend on, by source: their parameters, less how a service is reached."""
+    return {name: source.model_dump(exclude=set(TRANSPORT)) for name, source in rewards.items()}
+
+
+def reward_models(rewards: Mapping[str, Section], trained: Path) -> dict[str, Path]:
+    """Return the directory of each source that is a reward model.
+
+    Args:
+        rewards: Of params.yaml.
+        trained: What a null path stands for.
+    """
+    return {
+        name: trained if source.path is None else Path(source.path)
+        for name, source in rewards.items()
+        if isinstance(source, RewardModelSource)
+    }
+
+
+def run_reward_models(passes: Passes, models: Mapping[str, Path]) -> None:
+    """Score all rows by each reward model, one in memory at a time.
+
+    Args:
+        passes: Where to; each source's scores go to the pass named like its column.
+        models: From reward_models.
+    """
+    for name, directory in models.items():
+        passes.reward_model(score_column(name), directory)
+
+
+def run_other_sources(passes: Passes, rewards: Mapping[str, Section]) -> None:
+    """Score all rows by each source that is no reward model: rules and functions first, then services.
+
+    Args:
+        passes: Where to, as for run_reward_models.
+        rewards: Of params.yaml.
+    """
+    others = [(name, source) for name, source in rewards.items() if not isinstance(source, RewardModelSource)]
+    for name, source in sorted(others, key=lambda item: isinstance(item[1], HttpSource | LlmJudgeSource)):
+        run_source(passes, name, source)
+
+
+def run_source(passes: Passes, name: str, source: Section) -> None:
+    """Score all rows by one source without a model of its own.
+
+    Raises:
+        RewardError: With source, shard, row and value.
+        DataError: If a row's ground truth is not what the rule needs.
+    """
+    column = score_column(name)
+    if isinstance(source, HttpSource):
+        http_service(passes, column, source)
+    elif isinstance(source, LlmJudgeSource):
+        llm_judge(passes, column, source)
+    elif isinstance(source, PythonSource):
+        function = load_function(source.function)
+        passes.rows(column, lambda rows, shard, where: call_function(function, rows, where))
+    else:
+        passes.rows(column, by_rule(rule(source)))
+
+
+def http_service(passes: Passes, column: str, source: HttpSource) -> None:
+    """Score all rows by a service."""
+    with open_service(source.url, **source.model_dump(include=_CONNECTION)) as at:
+        scored = partial(service_scores, at, batch_size=source.batch_size)
+        passes.rows(column, lambda rows, shard, where: scored(rows, passes.kept(column, shard), where))
+
+
+def llm_judge(passes: Passes, column: str, source: LlmJudgeSource) -> None:
+    """Score all rows by a language model behind an endpoint."""
+    url = source.base_url.rstrip("/") + "/chat/completions"
+    with open_service(url, **source.model_dump(include=_CONNECTION)) as at:
+        scored = partial(
+            judge_scores,
+            at,
+            request=source.model_dump(include={"model", "temperature", "max_tokens"}),
+            template=source.prompt,
+            read=reply_reader(source.pattern, source.min_score, source.max_score),
+            concurrency=source.concurrency,
+        )
+        passes.rows(column, lambda rows, shard, where: scored(rows, passes.kept(column, shard), where))
+
+
+def by_rule(score: Callable[[Row], float]) -> Callable[[list[Row], str, str], list[float]]:
+    """Return a rule for one row as one for a shard's rows, which names the row in an error."""
+
+    def scores(rows: list[Row], shard: str, where: str) -> list[float]:
+        found = []
+        for row in rows:
+            try:
+                found.append(score(row))
+            except DataError as error:
+                raise DataError(f"{where}: sample {row['sample_id']}: {error}") from None
+        return found
+
+    return scores
+
+
+def rule(source: Section) -> Callable[[Row], float]:
+    """Return the function of a row that a rule's parameters stand for."""
+    options = source.model_dump(exclude={"kind", "weight"})
+    if isinstance(source, JudgeSource):
+        return lambda row: judge(row["response"], row["finish_reason"])
+    if isinstance(source, RegexSource):
+        return lambda row: rules.regex_score(row["response"], **options)
+    if isinstance(source, ExactAnswerSource):
+        return lambda row: answers.exact_answer_score(row["response"], row["ground_truth"])
+    if isinstance(source, LastNumberSource):
+        return lambda row: answers.last_number_score(row["response"], row["ground_truth"], **options)
+    if isinstance(source, LengthSource):
+        return lambda row: rules.length_score(len(row["response_ids"]), **options)
+    if isinstance(source, JsonFormatSource):
+        return lambda row: rules.json_format_score(row["response"], **options)
+    assert isinstance(source, RepetitionSource), source
+    return lambda row: rules.repetition_score(row["response_ids"], **options)
