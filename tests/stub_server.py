@@ -1,4 +1,4 @@
-"""A small server for tests of services, on loopback: it answers what a function says and remembers what it was asked."""
+"""A small server on loopback for tests of services: it answers what a function says and remembers its requests."""
 
 import json
 import threading

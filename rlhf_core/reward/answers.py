@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import unicodedata
 from typing import Any
 
@@ -17,6 +18,7 @@ _NUMBER = re.compile(
 )
 _OUTER = " \t\n.,;:!?\"'`“”‘’"
 _RELATIVE, _ABSOLUTE = 1e-9, 1e-9
+_LARGEST = sys.float_info.max
 
 
 def exact_answer_score(response: str, ground_truth: Any) -> float:
@@ -63,7 +65,7 @@ def last_number_score(response: str, ground_truth: Any, *, partial_credit: float
     """
     if isinstance(ground_truth, str):
         right = last_number(ground_truth)
-    elif isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool) and math.isfinite(ground_truth):
+    elif not isinstance(ground_truth, bool) and isinstance(ground_truth, int | float) and abs(ground_truth) <= _LARGEST:
         right = float(ground_truth)
     else:
         right = None

@@ -76,7 +76,7 @@ def is_score(value: Any) -> bool:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and abs(value) <= float(np.finfo(np.float32).max)
+    return abs(value) <= float(np.finfo(np.float32).max)  # false for NaN and infinity too
 
 
 def _finite(number: str) -> float:

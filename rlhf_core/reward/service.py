@@ -54,7 +54,7 @@ class Service:
                 return read(self._post(payload, where))
             except (httpx.RequestError, AnswerError) as error:
                 kind = "" if isinstance(error, AnswerError) else f"{type(error).__name__}: "
-                cause = self._hidden(f"{kind}{error}")
+                cause = f"{kind}{error}"
             if tries <= self.retries:
                 wait = self.backoff_s * 2 ** (tries - 1)
                 logger.warning("%s: %s: %s; trying again in %g s", where, self.url, cause, wait)
@@ -74,11 +74,11 @@ class Service:
                     raise AnswerError(f"the answer took longer than timeout_s = {self.timeout_s:g} s")
                 if len(body) > MAX_ANSWER_BYTES:
                     raise AnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-        text = body.decode("utf-8", errors="replace")
+        text = self._hidden(body.decode("utf-8", errors="replace"))  # some services say what they were sent
         if response.status_code in _TRY_AGAIN or response.status_code >= 500:
             raise AnswerError(f"status {response.status_code}: {shown(text)}")
         if response.status_code != 200:
-            raise RewardError(self._hidden(f"{where}: {self.url}: status {response.status_code}: {shown(text)}"))
+            raise RewardError(f"{where}: {self.url}: status {response.status_code}: {shown(text)}")
         try:
             return json.loads(text)
         except (ValueError, RecursionError):

@@ -180,7 +180,7 @@ def test_the_last_number_is_right_or_partly_right(response, truth, credit, expec
     assert last_number_score(response, truth, partial_credit=credit) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("truth", [None, "none", True, [], {}, math.inf])
+@pytest.mark.parametrize("truth", [None, "none", True, [], {}, math.inf, 10**400])
 def test_a_ground_truth_without_a_number_is_an_error_not_a_zero(truth):
     with pytest.raises(DataError, match="ground_truth is"):
         last_number_score("1", truth, partial_credit=0.0)
