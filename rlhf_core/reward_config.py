@@ -130,7 +130,7 @@ class LlmJudgeSource(Section):
     min_score: Finite
     max_score: Finite
     temperature: NonNegative
-    max_tokens: Count
+    max_reply_tokens: Count
     concurrency: Count
     timeout_s: Positive
     retries: CountOrZero
@@ -214,8 +214,8 @@ def web_address(url: str) -> str:
             for all to read.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"{url!r}: expected http://host... or https://host...")
     if "@" in parts.netloc:
         raise ValueError("holds a user or password; name an environment variable with a bearer token in auth_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r}: expected http://host... or https://host...")
     return url

@@ -213,7 +213,7 @@ def score_verdict(rows: list[Row]) -> Verdict:
         return Verdict(
             "low",
             f"fell by {-rise:.3g} since the first iteration",
-            "Lower ppo_update.learning_rate; check the reward weights (score.rewards) and the accuracy of the reward"
+            "Lower ppo_update.learning_rate; check the weights of rewards and the accuracy of the reward"
             " model; roll back with prev.",
         )
     if rise <= SURE * error:

@@ -109,7 +109,11 @@ def llm_judge(passes: Passes, column: str, source: LlmJudgeSource) -> None:
         scored = partial(
             judge_scores,
             at,
-            request=source.model_dump(include={"model", "temperature", "max_tokens"}),
+            request={
+                "model": source.model,
+                "temperature": source.temperature,
+                "max_tokens": source.max_reply_tokens,
+            },
             template=source.prompt,
             read=reply_reader(source.pattern, source.min_score, source.max_score),
             concurrency=source.concurrency,

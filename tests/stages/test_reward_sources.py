@@ -30,7 +30,7 @@ HTTP = {"kind": "http", "batch_size": 2, "timeout_s": 5.0, "retries": 0, "backof
 TRAINED = {"kind": "reward_model", "path": None}
 JUDGE = {
     "kind": "llm_judge", "model": "m", "prompt": "{response}", "pattern": "is (.*)", "min_score": 0.0, "max_score": 9.0,
-    "temperature": 0.0, "max_tokens": 5, "concurrency": 2, "timeout_s": 5.0, "retries": 0, "backoff_s": 0.0,
+    "temperature": 0.0, "max_reply_tokens": 5, "concurrency": 2, "timeout_s": 5.0, "retries": 0, "backoff_s": 0.0,
     "auth_env": None,
 }  # fmt: skip
 
@@ -221,6 +221,7 @@ def test_a_judge_at_an_endpoint_is_a_column(project, monkeypatch):
         set_rewards(llm={**JUDGE, "base_url": stub.url.replace("/score", "/v1/")})
         stage(score, monkeypatch, "1", "0")
     assert found("llm") == [7.0] * 6
+    assert stub.requests[0]["max_tokens"] == 5
     assert set(stub.paths) == {"/v1/chat/completions"}
 
 

@@ -4,6 +4,7 @@ Mutations that must fail here: the kind left in a key's name; no hint for a miss
 taken; a pattern not compiled; a URL with a password taken.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.test_config import load, one_problem, problems, with_rewards
 HTTP = "{kind: http, weight: 1.0, url: '%s', batch_size: 8, timeout_s: 5, retries: 2, backoff_s: 1, auth_env: %s}"
 LLM = (
     "{kind: llm_judge, weight: 1.0, base_url: 'http://h/v1', model: m, prompt: '%s', pattern: '%s', min_score: %s,"
-    " max_score: 10, temperature: 0, max_tokens: 20, concurrency: 4, timeout_s: 5, retries: 2, backoff_s: 1,"
+    " max_score: 10, temperature: 0, max_reply_tokens: 20, concurrency: 4, timeout_s: 5, retries: 2, backoff_s: 1,"
     " auth_env: null}"
 )
 EVERY_KIND = [
@@ -122,3 +123,18 @@ def test_a_misspelt_key_of_a_source_is_named_with_the_nearest_one(tmp_path: Path
 def test_rewards_under_score_are_an_unknown_key(tmp_path: Path) -> None:
     params = with_rewards("{x: {kind: judge, weight: 1.0}}").replace("\nscore:", "\nscore:\n  rewards: {judge: 1.0}")
     assert "unknown key score.rewards" in one_problem(tmp_path, params)
+
+
+# --- docs/rewards.md ----------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("block", re.findall(r"(?s)```yaml\n(.*?)```", PAGE))
+def test_the_examples_of_the_page_are_valid(tmp_path: Path, block: str) -> None:
+    assert load(tmp_path, with_rewards(block.removeprefix("rewards:"))).params.rewards
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_defined_on_the_page(kind: str) -> None:
+    assert f"**{kind}**" in PAGE or f"\n| {kind} |" in PAGE or f"kind: {kind}" in PAGE
