@@ -4,7 +4,6 @@ No field has a default: DVC sees only the files, so a default here would be invi
 `dvc params diff`. All problems of both files are reported at once.
 """
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,6 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.explain import explain
 from rlhf_core.ranges import (
     Betas,
     Count,
@@ -23,7 +23,7 @@ from rlhf_core.ranges import (
     Section,
     Text,
 )
-from rlhf_core.reward_config import KINDS, RewardModelSource, RewardsParams
+from rlhf_core.reward_config import RewardModelSource, RewardsParams
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -472,68 +472,5 @@ def _parse(model: type[Model], raw: Any, where: str, problems: list[str]) -> Mod
         return model.model_validate(raw)
     except ValidationError as error:
         for item in error.errors():
-            problems.append(_explain(model, item, where))
+            problems.append(explain(model, item, where))
         return None
-
-
-def _explain(model: type[BaseModel], item: Any, where: str) -> str:
-    """One line for one pydantic error: key, value, what is allowed, and the nearest valid key."""
-    location = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "is-instance"))]
-    if location[:1] == ["rewards"]:
-        model, location = _in_source(model, location)
-    key = ".".join(location)
-    if location[:1] == ["rewards"] and item["type"] in _SOURCE_ERRORS:
-        return f"{where}: {_SOURCE_ERRORS[item['type']](key, item)}"
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _fields_at(model, location[:-1]), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{where}: unknown key {key}{hint}"
-    if item["type"] == "missing":
-        return f"{where}: missing key {key}"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return f"{where}: {key + ': ' if key else ''}{message}"
-    return f"{where}: {key} is {item['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
-    if location[:1] == ["rewards"]:
-        return list(model.model_fields)
-    for part in location:
-        field = model.model_fields.get(part)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
-            return []
-        model = field.annotation
-    return list(model.model_fields)
-
-
-def _in_source(model: type[BaseModel], location: list[str]) -> tuple[type[BaseModel], list[str]]:
-    """The class of the source that a location below `rewards` is in, and the location without the kind in it."""
-    if len(location) > 2 and location[2] in KINDS:
-        return KINDS[location[2]], location[:2] + location[3:]
-    return model, [part for part in location if part != "[key]"]
-
-
-def _wrong_kind(key: str, item: Any) -> str:
-    kind = item["ctx"]["tag"]
-    near = difflib.get_close_matches(kind, KINDS, n=1)
-    return f"{key}.kind is {kind!r}: expected {', '.join(KINDS)}" + (f" (did you mean {near[0]}?)" if near else "")
-
-
-def _no_kind(key: str, item: Any) -> str:
-    return f"missing key {key}.kind: expected {', '.join(KINDS)}"
-
-
-def _wrong_name_or_text(key: str, item: Any) -> str:
-    if item["loc"][-1] == "[key]":
-        return f"{key}: expected a name of 1 to 64 letters, digits and underscores; it names the column score_<name>"
-    form = {"function": "module:function, of a module in user_rewards", "auth_env": "the name of a variable"}
-    return f"{key} is {item['input']!r}: expected {form[str(item['loc'][-1])]}"
-
-
-# What pydantic says about a union or a pattern is about its own workings.
-_SOURCE_ERRORS = {
-    "union_tag_invalid": _wrong_kind,
-    "union_tag_not_found": _no_kind,
-    "string_pattern_mismatch": _wrong_name_or_text,
-}

@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "seeding": 0,
     "config": 0,
+    "explain": 0,
     "ranges": 0,
     "reward_config": 0,
     "stage": 0,
