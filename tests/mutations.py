@@ -1,4 +1,4 @@
-"""One-line faults in losses, advantages and masking that some test must notice; tools/mutate.py applies them.
+"""One-line faults in losses, advantages, masking and rewards that some test must notice; tools/mutate.py applies them.
 
 Each is a mistake that somebody has made: a sign, a missing mask, min for max, a shift by one token, a mean of means.
 """
@@ -33,6 +33,10 @@ PARTS = ("tests/unit/test_aggregation.py",)
 UPDATE = ("tests/unit/test_ppo.py",)
 LEARNER = ("tests/unit/test_learner.py",)
 TEXTBOOK = ("tests/property/test_ppo_loss.py",)
+RULES = ("tests/unit/test_reward_rules.py",)
+FUNCTIONS = ("tests/unit/test_user_rewards.py",)
+SERVICES = ("tests/unit/test_reward_services.py",)
+SOURCES = ("tests/stages/test_reward_sources.py",)
 LOSSES_FILE = "rlhf_core/algorithms/losses.py"
 AGGREGATION_FILE = "rlhf_core/algorithms/aggregation.py"
 DIAGNOSTICS_FILE = "rlhf_core/algorithms/diagnostics.py"
@@ -385,4 +389,32 @@ MUTATIONS = [
     Mutation("rlhf_core/training/optimizer.py", "weight_decay=weight_decay,", "weight_decay=0.0,", LEARNER),
     Mutation("rlhf_core/training/optimizer.py", "else min(step, total_steps)", "else step", LEARNER),
     Mutation("rlhf_core/training/optimizer.py", "betas=(betas[0], betas[1])", "betas=(betas[0], 0.999)", LEARNER),
+    # Reward sources.
+    Mutation(
+        "rlhf_core/reward/rules.py",
+        "max(min_tokens - tokens, tokens - max_tokens, 0)",
+        "max(min_tokens - tokens, 0)",
+        RULES,
+    ),
+    Mutation("rlhf_core/reward/rules.py", "len(distinct) / total - 1.0", "total / len(distinct) - 1.0", RULES),
+    Mutation("rlhf_core/reward/rules.py", "len(response_ids) - ngram + 1", "len(response_ids) - ngram", RULES),
+    Mutation(
+        "rlhf_core/reward/rules.py", "json.loads(response, parse_constant=_refuse)", "json.loads(response)", RULES
+    ),
+    Mutation("rlhf_core/reward/answers.py", "float(found[-1].replace", "float(found[0].replace", RULES),
+    Mutation("rlhf_core/reward/answers.py", '.replace(",", "")', '.replace(",", ".")', RULES),
+    Mutation("rlhf_core/reward/answers.py", "/ max(1.0, abs(right))", "/ max(1.0, abs(found))", RULES),
+    Mutation("rlhf_core/reward/answers.py", "        return 1.0\n", "        return partial_credit\n", RULES),
+    Mutation("rlhf_core/reward/rows.py", "len(found) != len(sample_ids):", "len(found) < len(sample_ids):", FUNCTIONS),
+    Mutation("rlhf_core/reward/rows.py", "isinstance(value, bool) or ", "", FUNCTIONS),
+    Mutation("rlhf_core/reward/user_function.py", "[dict(row) for row in rows]", "rows", FUNCTIONS),
+    Mutation("rlhf_core/reward/service.py", "range(1, self.retries + 2)", "range(1, self.retries + 1)", SERVICES),
+    Mutation("rlhf_core/reward/service.py", "* 2 ** (tries - 1)", "* 2", SERVICES),
+    Mutation("rlhf_core/reward/service.py", "self._hidden(body.decode", "(body.decode", SERVICES),
+    Mutation("rlhf_core/reward/service.py", "if time.monotonic() > deadline:", "if False:", SERVICES),
+    Mutation("rlhf_core/reward/http_service.py", "if len(scores) != len(sample_ids):", "if False:", SERVICES),
+    Mutation("rlhf_core/reward/http_service.py", "if not is_score(score):", "if score is None:", SERVICES),
+    Mutation("rlhf_core/reward/http_service.py", "not in scores]", "not in {}]", SERVICES),
+    Mutation("rlhf_core/reward/llm_judge.py", "not min_score <= score <= max_score:", "score > max_score:", SERVICES),
+    Mutation("rlhf_core/reward/scores.py", "total += weight * scores", "total += scores", SOURCES),
 ]

@@ -45,6 +45,11 @@ def test_nothing_expensive_runs_before_the_check_of_parameters(name: str) -> Non
     assert "data/.checks/config.ok" in STAGES[name]["deps"]
 
 
+def test_a_person_s_reward_functions_are_seen_by_score_but_not_their_bytecode() -> None:
+    assert [name for name, stage in STAGES.items() if "user_rewards" in stage["deps"]] == ["score"]
+    assert "__pycache__/" in (ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines()
+
+
 def outs(stage: dict[str, Any]) -> list[str]:
     return [next(iter(out)) if isinstance(out, dict) else out for out in stage.get("outs", [])]
 

@@ -7,6 +7,7 @@ models instead of before; finished shards scored again; the trained reward model
 """
 
 import json
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_a_hub_id_or_another_tokenizer_is_refused_before_anything_runs(project, 
     set_rewards(a={**TRAINED, "path": str(other)})
     with pytest.raises(ModelError, match=r"models/other: its tokenizer is not the policy's"):
         stage(score, monkeypatch, "1", "0")
+
+
+def test_a_reward_model_in_a_pickle_is_refused_and_not_run(project, monkeypatch):
+    other, marker = Path("models/other"), project / "MARK"
+    shutil.copytree("data/checkpoints/reward_model", other)
+    for path in other.glob("*.safetensors*"):
+        path.unlink()
+    (other / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    set_rewards(a={**TRAINED, "path": str(other)})
+    with pytest.raises(ModelError, match="models/other"):
+        stage(score, monkeypatch, "1", "0")
+    assert not marker.exists()
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (Path.touch, (self.marker,))
 
 
 # --- functions ----------------------------------------------------------------------------------------------------
