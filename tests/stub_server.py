@@ -1,12 +1,14 @@
 """A small server on loopback for tests of services: it answers what a function says and remembers its requests."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
 
 # From the number of the request (0 = first) and its JSON to a status and an answer: JSON, or bytes as they are.
 Answer = Callable[[int, Any], tuple[int, Any]]
@@ -53,7 +55,8 @@ def serve(answer: Answer) -> Iterator[Stub]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield stub
+        with patch.dict(os.environ, {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}):
+            yield stub
     finally:
         server.shutdown()
         thread.join()

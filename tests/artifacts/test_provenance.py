@@ -31,6 +31,7 @@ def test_directory_hash_is_over_sorted_names_and_contents(tmp_path: Path) -> Non
 def test_directory_hash_ignores_place_and_hidden_files(tmp_path: Path) -> None:
     first = hash_path(tree(tmp_path / "one", {"a": "1", "b/c": "2"}))
     assert first == hash_path(tree(tmp_path / "two", {"b/c": "2", "a": "1", ".part-00000.parquet.tmp": "half"}))
+    assert first == hash_path(tree(tmp_path / "three", {"b/c": "2", "a": "1", "b/__pycache__/c.pyc": "x"}))
 
 
 @pytest.mark.parametrize(
