@@ -6,11 +6,11 @@ reward model (the proxy) and the true reward can be told apart.
 
 import re
 from functools import cache
+from typing import Any
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from rlhf_core.errors import DataError
-from rlhf_core.reward.rows import Row
 
 UNFINISHED_PENALTY = 1.0
 
@@ -44,7 +44,7 @@ def judge(response: str, finish_reason: str) -> float:
     return sentiment - (0.0 if is_finished(response, finish_reason) else UNFINISHED_PENALTY)
 
 
-def judge_rows(rows: list[Row], shard: str, where: str) -> list[float]:
+def judge_rows(rows: list[dict[str, Any]], shard: str, where: str) -> list[float]:
     """Return the judge's score of every row of a shard."""
     return [judge(row["response"], row["finish_reason"]) for row in rows]
 
