@@ -35,3 +35,7 @@ class StaleInput(ArtifactError):
 
 class NumericError(RlhfError):
     """A number that must be finite, or inside a range, is not."""
+
+
+class SandboxError(RlhfError):
+    """Programs cannot be run with the isolation that is asked for. Never because of what a program does."""
