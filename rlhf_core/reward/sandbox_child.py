@@ -19,6 +19,7 @@ import resource
 import select
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def main(request_path: str, status_fd: int) -> None:
     """Run the program that a request describes; report on status_fd."""
     request = json.loads(Path(request_path).read_text())
     os.set_inheritable(status_fd, False)
-    if sys.platform == "linux":
+    os.umask(0o022)
+    with suppress(OSError):  # a convenience, where there is such a thing
         Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, this goes first
     missing, uid = leave_namespaces()
     die_with_parent()

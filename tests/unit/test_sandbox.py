@@ -153,6 +153,15 @@ def test_a_program_gives_the_same_output_each_time() -> None:
     assert len({run(source).output for _ in range(4)}) == 1
 
 
+@pytest.mark.usefixtures("isolated")
+def test_the_caller_s_umask_does_not_matter() -> None:
+    before = os.umask(0o077)
+    try:
+        assert run("open('x', 'w').write('1'); print(open('x').read())", stdout="1").kind == "ok"
+    finally:
+        os.umask(before)
+
+
 def test_a_program_needs_a_test() -> None:
     with pytest.raises(SandboxError, match="at least one test"):
         run_program("print(1)", [], LIMITS, allow_unisolated=True)
@@ -270,24 +279,21 @@ def _run_in_child(source: str) -> str:
 @pytest.mark.usefixtures("isolated")
 @pytest.mark.parametrize("files", [1, 100])
 def test_the_disk_can_not_be_filled(files: int) -> None:
+    # One file of 100 MiB, and 100 files of 1 MiB; 4 MiB are allowed, of which the program itself takes some KiB.
     result = run(
         f"""
         written = 0
         try:
             for number in range({files}):
                 with open(str(number), "wb", buffering=0) as file:
-                    for _ in range(64):
-                        written += file.write(bytes(2**17))
+                    for _ in range(10 * {100 // files}):
+                        written += file.write(bytes(2**20 // 10))
         except OSError as error:
             print(error.strerror)
-        assert written <= 4 * 2**20, written
-        assert written >= 3 * 2**20, written
-        """,
-        stdout="File too large" if files == 1 else "No space left on device",
+        assert 3 * 2**20 < written <= 4 * 2**20, written
+        """
     )
-    # 64 * 128 KiB is twice the limit of one file, which is that of all files; a hundred files meet the second limit.
-    assert result.kind in ("ok", "wrong") and "AssertionError" not in result.output, result.output
-    assert result.output.strip() in ("File too large", "No space left on device")
+    assert (result.kind, result.output.strip()) == ("wrong", "No space left on device")
 
 
 @pytest.mark.usefixtures("isolated")
@@ -513,7 +519,8 @@ def test_without_namespaces_forced_programs_run_with_what_is_left() -> None:
         "print(1)",
         "while True: pass",
         "import os; print(os.environ); x = bytearray(10**9)",
-        "import socket as s; s.socket()",
+        "import socket; socket.socket()",
+        "open('x', 'wb').write(bytes(5 * 2**20))",
     ]
     done = lacking(
         "from rlhf_core.reward.sandbox import *\n"
@@ -521,7 +528,7 @@ def test_without_namespaces_forced_programs_run_with_what_is_left() -> None:
         f"    r = run_program(source, [InputOutput('', '1')], {SHORT!r}, allow_unisolated=True)\n"
         "    print(r.kind)"
     )
-    assert done.stdout.split() == ["ok", "timeout", "memory", "error"], done.stderr
+    assert done.stdout.split() == ["ok", "timeout", "memory", "error", "error"], done.stderr
 
 
 def test_an_ordinary_user_has_all_layers() -> None:
@@ -535,7 +542,7 @@ def test_an_ordinary_user_has_all_layers() -> None:
     """
     code = (
         "from rlhf_core.reward.sandbox import *\n"
-        "s = 'import os; print(os.getuid(), os.getppid()); os.listdir(\"/proc\")'\n"
+        's = \'import os; print(os.getuid(), os.getppid()); open("/x", "w")\'\n'
         f"print(missing_layers(), run_program(s, [InputOutput('', '')], {SHORT!r}, allow_unisolated=False))"
     )
     python = Path(sys.executable).resolve()
@@ -551,4 +558,4 @@ def test_an_ordinary_user_has_all_layers() -> None:
     for path in (place / "python", place / "code", place):
         path.rmdir()  # and nothing below it, should something be mounted there
     assert done.stdout.startswith("() Result(passed=0, total=1, kind='error', output='12345 1\\n"), done
-    assert "FileNotFoundError" in done.stdout and "/proc" in done.stdout
+    assert "Read-only file system" in done.stdout
