@@ -86,7 +86,7 @@ def test_each_row_gets_its_own_result_however_long_others_take() -> None:
         ("while True: pass", {"stdin": "", "stdout": "1"}),
         ("x = [0] * 10**9", {"stdin": "", "stdout": "1"}),
     ]
-    limits = Limits(seconds=1.5, memory_mb=256, disk_mb=4, processes=4, output_kb=64)
+    limits = Limits(seconds=2.5, memory_mb=256, disk_mb=4, processes=4, output_kb=64)
     expected = ["ok", "ok", "wrong", "no_code", "no_code", "error", "timeout", "memory"]
     for workers in (1, 3):
         found, kinds = scores(rows, limits=limits, workers=workers)
