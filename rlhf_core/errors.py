@@ -17,6 +17,10 @@ class ModelError(RlhfError):
     """A model directory or checkpoint cannot be used for the role it was given."""
 
 
+class SandboxError(RlhfError):
+    """Programs cannot be run with the isolation that is asked for. Never because of what a program does."""
+
+
 class ArtifactError(RlhfError):
     """A file written by an earlier stage cannot be used."""
 
