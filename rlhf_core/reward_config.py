@@ -13,7 +13,7 @@ SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 FunctionPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 EnvironmentVariable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # How a service is reached, which has no part in what it answers: such a key may change while a stage is half done.
-TRANSPORT = ("batch_size", "concurrency", "timeout_s", "retries", "backoff_s", "auth_env")
+TRANSPORT = ("batch_size", "concurrency", "workers", "timeout_s", "retries", "backoff_s", "auth_env")
 
 
 class RewardModelSource(Section):
@@ -163,6 +163,20 @@ class LlmJudgeSource(Section):
         return self
 
 
+class CodeSource(Section):
+    """The share of its tests that the program in the response passes, in a sandbox (docs/sandbox.md)."""
+
+    kind: Literal["code"]
+    weight: Finite
+    seconds: Positive
+    memory_mb: Annotated[int, Field(ge=64)]
+    disk_mb: Count
+    processes: Count
+    output_kb: Count
+    workers: Count
+    allow_unisolated: bool
+
+
 RewardSource = Annotated[
     RewardModelSource
     | JudgeSource
@@ -174,7 +188,8 @@ RewardSource = Annotated[
     | RepetitionSource
     | PythonSource
     | HttpSource
-    | LlmJudgeSource,
+    | LlmJudgeSource
+    | CodeSource,
     Field(discriminator="kind"),
 ]
 RewardsParams = Annotated[dict[SourceName, RewardSource], Field(min_length=1)]
@@ -190,6 +205,7 @@ KINDS: dict[str, type[Section]] = {
     "python": PythonSource,
     "http": HttpSource,
     "llm_judge": LlmJudgeSource,
+    "code": CodeSource,
 }
 
 

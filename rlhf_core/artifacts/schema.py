@@ -5,6 +5,8 @@ all response-aligned lists have the length of `response_ids`. A zero-length resp
 Bump SCHEMA_VERSION when a column changes its name, type or meaning.
 """
 
+from collections.abc import Collection
+
 import pyarrow as pa
 
 SCHEMA_VERSION = 2
@@ -106,16 +108,29 @@ def score_column(source: str) -> str:
     return f"score_{source}"
 
 
-def scores_schema(sources: list[str], *, critic: bool = True, full_kl: bool = False) -> pa.Schema:
+def outcome_column(source: str) -> str:
+    """Name of the column that says how a source that runs programs ended on a row."""
+    return f"outcome_{source}"
+
+
+def scores_schema(
+    sources: list[str], *, critic: bool = True, full_kl: bool = False, outcomes: Collection[str] = ()
+) -> pa.Schema:
     """Schema of data/scores: rollouts, the forward passes, one column per reward source, and their weighted sum.
 
     Args:
         sources: Reward sources, in order.
+        outcomes: Those of them that also have a column of outcomes, which follows their scores.
         critic: Whether there are values.
         full_kl: Whether there is the full-vocabulary KL.
     """
     passes = [*_LOGPROBS, *(_FULL_KL if full_kl else []), *(_VALUES if critic else [])]
-    extra = [*passes, *((score_column(name), pa.float32()) for name in sources), ("score", pa.float32())]
+    scores: list[tuple[str, pa.DataType]] = []
+    for name in sources:
+        scores.append((score_column(name), pa.float32()))
+        if name in outcomes:
+            scores.append((outcome_column(name), pa.string()))
+    extra = [*passes, *scores, ("score", pa.float32())]
     return pa.schema([*ROLLOUTS, *(pa.field(*field) for field in extra)])
 
 
@@ -149,7 +164,8 @@ def declared_types(names: list[str]) -> dict[str, pa.DataType]:
         return {}
     known = {field.name: field.type for schema in _BY_KEY[names[0]] for field in schema}
     scores = {name: pa.float32() for name in names if name.startswith(score_column("")) or name == "score"}
-    return {name: kind for name, kind in {**scores, **known}.items() if name in names}
+    outcomes = {name: pa.string() for name in names if name.startswith(outcome_column(""))}
+    return {name: kind for name, kind in {**scores, **outcomes, **known}.items() if name in names}
 
 
 # Everything that one kind of row may hold, by the row key that tells the kinds apart.

@@ -4,6 +4,7 @@ Each pass writes one flat array per shard into the work directory; a pass that f
 model. The peak memory is the largest model (two for the full KL) plus one batch, whatever the number of rows.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rlhf_core.artifacts.checks import list_lengths
-from rlhf_core.artifacts.schema import score_column
+from rlhf_core.artifacts.schema import outcome_column, score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
 from rlhf_core.errors import ModelError, NumericError
 from rlhf_core.models.batching import Batch
@@ -25,6 +26,7 @@ from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.reward.rows import Row, checked_scores, row_dictionaries
+from rlhf_core.stage import write_json
 
 Compute = Callable[[Batch], list[Tensor]]
 
@@ -183,6 +185,18 @@ class Passes:
     def kept(self, name: str, shard: str) -> Path:
         """Return the file for what a pass has scored of a shard that it has not finished."""
         return self.work / name / f"{shard}.kept.jsonl"
+
+    def save_outcomes(self, source: str, shard: str, outcomes: list[str]) -> None:
+        """Write how a source's rows of a shard ended, one word each."""
+        write_json(self.work / outcome_column(source) / f"{shard}.json", outcomes)
+
+    def outcomes(self, source: str, shard: str) -> list[str] | None:
+        """Return what save_outcomes wrote; None for a source without outcomes."""
+        path = self.work / outcome_column(source) / f"{shard}.json"
+        if not path.parent.is_dir():
+            return None
+        found: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        return found
 
     def result(self, name: str, shard: str) -> np.ndarray:
         """Return what a pass wrote for one shard: float32, flat over its tokens, or one per row."""

@@ -1,5 +1,6 @@
 """The columns that the score stage appends, their weighted sum, and its metrics."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -7,7 +8,7 @@ import pyarrow as pa
 
 from rlhf_core.algorithms.mismatch import mismatch
 from rlhf_core.algorithms.statistics import mean_and_std, sequence_mean
-from rlhf_core.artifacts.schema import score_column, scores_schema
+from rlhf_core.artifacts.schema import outcome_column, score_column, scores_schema
 from rlhf_core.artifacts.shards import ragged, ragged_array
 from rlhf_core.reward.passes import Passes
 
@@ -37,15 +38,18 @@ def append_scores(
     columns = {name: ragged_array(values, offsets, pa.float32()) for name, values in per_token.items()}
     if critic:
         columns["bootstrap_value"] = pa.array(passes.result("bootstrap_value", shard), pa.float32())
-    total = np.zeros(table.num_rows, np.float64)
+    total, outcomes = np.zeros(table.num_rows, np.float64), []
     for source, weight in rewards.items():
         scores = passes.result(score_column(source), shard)
         columns[score_column(source)] = pa.array(scores, pa.float32())
         total += weight * scores.astype(np.float64)
+        if (ended := passes.outcomes(source, shard)) is not None:
+            columns[outcome_column(source)] = pa.array(ended, pa.string())
+            outcomes.append(source)
     columns["score"] = pa.array(total.astype(np.float32))
     for name, column in columns.items():
         table = table.append_column(name, column)
-    return table.cast(scores_schema(list(rewards), critic=critic, full_kl=full_kl))
+    return table.cast(scores_schema(list(rewards), critic=critic, full_kl=full_kl, outcomes=outcomes))
 
 
 def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float]) -> dict[str, float]:
@@ -71,6 +75,9 @@ def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str
         for source in rewards:
             mean, std = mean_and_std(own[score_column(source)].to_numpy())
             metrics |= {f"score/{source}_mean": mean, f"score/{source}_std": std}
+            if outcome_column(source) in own.column_names:
+                ended = Counter(own[outcome_column(source)].to_pylist())
+                metrics |= {f"score/{source}_{kind}": count for kind, count in sorted(ended.items())}
         if "full_kl" in own.column_names:
             metrics["objective/full_kl"] = sequence_mean(ragged(own["full_kl"])[0], offsets)
     if replayed is not None:

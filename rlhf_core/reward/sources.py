@@ -9,15 +9,18 @@ from rlhf_core.artifacts.schema import score_column
 from rlhf_core.errors import DataError
 from rlhf_core.ranges import Section
 from rlhf_core.reward import answers, rules
+from rlhf_core.reward.code import code_scores
 from rlhf_core.reward.http_service import service_scores
 from rlhf_core.reward.judge import judge
 from rlhf_core.reward.llm_judge import judge_scores, reply_reader
 from rlhf_core.reward.passes import Passes
 from rlhf_core.reward.rows import Row
+from rlhf_core.reward.sandbox import Limits
 from rlhf_core.reward.service import open_service
 from rlhf_core.reward.user_function import call_function, load_function
 from rlhf_core.reward_config import (
     TRANSPORT,
+    CodeSource,
     ExactAnswerSource,
     HttpSource,
     JsonFormatSource,
@@ -91,6 +94,8 @@ def run_source(passes: Passes, name: str, source: Section) -> None:
     elif isinstance(source, PythonSource):
         function = load_function(source.function)
         passes.rows(column, lambda rows, shard, where: call_function(function, rows, where))
+    elif isinstance(source, CodeSource):
+        code(passes, name, source)
     else:
         passes.rows(column, by_rule(rule(source)))
 
@@ -119,6 +124,19 @@ def llm_judge(passes: Passes, column: str, source: LlmJudgeSource) -> None:
             concurrency=source.concurrency,
         )
         passes.rows(column, lambda rows, shard, where: scored(rows, passes.kept(column, shard), where))
+
+
+def code(passes: Passes, name: str, source: CodeSource) -> None:
+    """Score all rows by running their programs, and keep how each one's first test that did not pass ended."""
+    options: dict[str, Any] = source.model_dump(include={"workers", "allow_unisolated"})
+    limits = Limits(**source.model_dump(include=set(Limits.__annotations__)))
+
+    def scores(rows: list[Row], shard: str, where: str) -> Any:
+        found, outcomes = code_scores(rows, limits=limits, **options)
+        passes.save_outcomes(name, shard, outcomes)  # first: the scores tell that the shard is done
+        return found
+
+    passes.rows(score_column(name), scores)
 
 
 def by_rule(score: Callable[[Row], float]) -> Callable[[list[Row], str, str], list[float]]:

@@ -21,6 +21,7 @@ from rlhf_core.artifacts.schema import ROLLOUTS
 from rlhf_core.artifacts.shards import read_metadata, read_shard, read_table, shard_paths, write_shard
 from rlhf_core.errors import ConfigError, DataError, ModelError, RewardError
 from rlhf_core.reward.passes import Passes
+from rlhf_core.reward.sandbox import missing_layers
 from stages import score
 from tests.stub_server import by_length, serve
 from tests.tiny_run import set_rewards, stage
@@ -117,6 +118,33 @@ def test_a_ground_truth_that_is_no_json_is_named(project, monkeypatch, text):
     set_rewards(last={"kind": "last_number", "partial_credit": 0.0})
     with pytest.raises(DataError, match=r"00000.*ground_truth of sample 1-p0-1 is .*expected JSON"):
         stage(score, monkeypatch, "1", "0")
+
+
+# --- programs -----------------------------------------------------------------------------------------------------
+
+LIMITS = {"seconds": 20.0, "memory_mb": 256, "disk_mb": 4, "processes": 4, "output_kb": 16}
+RUNNING_SUM = {"tests": [{"stdin": "1 2 3\n", "stdout": "1 3 6"}, {"stdin": "5\n", "stdout": "5"}]}
+
+
+def test_programs_are_scored_by_the_tests_they_pass_and_their_outcome_is_a_column(project, monkeypatch):
+    if missing_layers():
+        pytest.skip(f"this platform lacks {', '.join(missing_layers())}")
+    right = "import itertools\nprint(*itertools.accumulate(map(int, input().split())))"
+    responses = [right, f"Here:\n```python\n{right}\n```", "", "print(5)", "print(", "```js\nx\n```"]
+    set_column("response", responses)
+    set_column("ground_truth", [json.dumps(RUNNING_SUM)] * 6)
+    set_rewards(tests={"kind": "code", **LIMITS, "workers": 2, "allow_unisolated": False, "weight": 2.0})
+    stage(score, monkeypatch, "1", "0")
+    assert found("tests") == [1, 1, 0, 0.5, 0, 0]
+    table = read_table(SCORES)
+    assert table["score"].to_pylist() == [2, 2, 0, 1, 0, 0]
+    assert table["outcome_tests"].to_pylist() == ["ok", "ok", "no_code", "wrong", "error", "no_code"]
+    names = table.column_names
+    assert names.index("outcome_tests") == names.index("score_tests") + 1
+    metrics = json.loads(Path("data/metrics/score/1.json").read_text())
+    assert {name: metrics[f"score/tests_{name}"] for name in ("ok", "wrong", "error", "no_code")} == {
+        "ok": 2, "wrong": 1, "error": 1, "no_code": 2,
+    }  # fmt: skip
 
 
 # --- reward models ------------------------------------------------------------------------------------------------
