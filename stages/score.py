@@ -6,17 +6,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
+from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
 from rlhf_core.config import Params, Run, load_run
-from rlhf_core.errors import DataError, ModelError, NumericError, StaleInput
+from rlhf_core.errors import DataError, NumericError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
 from rlhf_core.reward.passes import Passes, numbered
 from rlhf_core.reward.scores import append_scores, score_metrics, worst_tokens
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
-CHECKPOINTS = Path("data/checkpoints")
+CHECKPOINTS, PROMPTS = Path("data/checkpoints"), Path("data/prompts")
 REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 
 
@@ -32,6 +32,7 @@ def main() -> None:
     tokenizer = load_tokenizer(policy)
     passes = Passes(
         shards=numbered(sources),
+        prompts=PROMPTS,
         work=work / "passes",
         **params.compute.model_dump(exclude={"processes"}),
         temperature=metadata["temperature"],
@@ -131,10 +132,6 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
     if "reward_model" in params.score.rewards:
         metadata["reward_model"] = hash_path(REWARD_MODEL)
-        if hash_tokenizer(REWARD_MODEL) != metadata["tokenizer"]:
-            raise ModelError(
-                f"{REWARD_MODEL}: its tokenizer is not the policy's; a reward model reads the policy's ids"
-            )
     inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
     inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
     return metadata | {"stage": "score", "inputs": inputs, "rewards": dict(params.score.rewards)}
