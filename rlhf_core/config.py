@@ -29,6 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 ITERATION_SECTIONS = ("rollout", "score", "advantages", "ppo_update")
 BASE_ITERATION = "0"
+NEED_PAIRS = ("margin_coef", "label_smoothing", "soft_labels")
 NEED_CRITIC = ("gae", "reward_minus_value")
 NEED_GROUPS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 
@@ -109,9 +110,29 @@ class TrainRmParams(Section):
     epochs: Count
     batch_size: Count
     frozen_layers: CountOrZero
+    loss: Literal["pairs", "plackett_luce"]
+    ties: Literal["drop", "half"]
+    margin_coef: NonNegative
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    soft_labels: bool
+    centring_coef: NonNegative
+    checkpoint: Literal["best", "last"]
     max_grad_norm: Positive
     adam_betas: Betas
     adam_eps: Positive
+
+    @model_validator(mode="after")
+    def _options_of_pairs(self) -> "TrainRmParams":
+        if self.loss == "pairs":
+            return self
+        found = [f"{name}: {getattr(self, name)}" for name in NEED_PAIRS if getattr(self, name)]
+        found += ["ties: half"] if self.ties == "half" else []
+        if found:
+            raise ValueError(
+                f"loss: {self.loss} takes no {', '.join(found)}, which are about two responses; set loss to pairs, or"
+                " margin_coef and label_smoothing to 0.0, soft_labels to false and ties to drop"
+            )
+        return self
 
 
 class RolloutParams(Section):

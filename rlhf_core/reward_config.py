@@ -17,7 +17,7 @@ TRANSPORT = ("batch_size", "concurrency", "workers", "timeout_s", "retries", "ba
 
 
 class RewardModelSource(Section):
-    """A sequence classifier: the trained one, or another with the policy's tokenizer."""
+    """A sequence classifier: the trained one, or another."""
 
     kind: Literal["reward_model"]
     weight: Finite

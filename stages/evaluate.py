@@ -36,6 +36,7 @@ def main() -> None:
 
     passes = Passes(
         shards=numbered([work / "samples"]),
+        prompts=PROMPTS,
         work=work / "passes",
         **params.compute.model_dump(exclude={"processes"}),
         temperature=params.evaluate.temperature or 1.0,  # greedy responses are compared at temperature 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
+from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
 from rlhf_core.config import Params, Run, load_run
 from rlhf_core.errors import DataError, ModelError, NumericError, StaleInput
@@ -19,7 +19,7 @@ from rlhf_core.reward.user_function import USER_REWARDS
 from rlhf_core.reward_config import PythonSource
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
-CHECKPOINTS = Path("data/checkpoints")
+CHECKPOINTS, PROMPTS = Path("data/checkpoints"), Path("data/prompts")
 REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 
 
@@ -35,6 +35,7 @@ def main() -> None:
     tokenizer = load_tokenizer(policy)
     passes = Passes(
         shards=numbered(sources),
+        prompts=PROMPTS,
         work=work / "passes",
         **params.compute.model_dump(exclude={"processes"}),
         temperature=metadata["temperature"],
@@ -133,7 +134,7 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
     metadata["reward_models"] = {}
     for name, directory in reward_models(params.rewards, REWARD_MODEL).items():
-        metadata["reward_models"][name] = hash_reward_model(name, directory, metadata["tokenizer"])
+        metadata["reward_models"][name] = hash_reward_model(name, directory)
     inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
     inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
     if any(isinstance(source, PythonSource) for source in params.rewards.values()):
@@ -141,19 +142,17 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     return metadata | {"stage": "score", "inputs": inputs, "rewards": described_sources(params.rewards)}
 
 
-def hash_reward_model(name: str, directory: Path, tokenizer: str) -> str:
-    """Return the hash of a reward model's directory, after checking that it reads the policy's ids.
+def hash_reward_model(name: str, directory: Path) -> str:
+    """Return the hash of a reward model's directory.
 
     Raises:
-        ModelError: If it is no directory, or its tokenizer is not the policy's.
+        ModelError: If it is no directory.
     """
     if not directory.is_dir():
         raise ModelError(
             f"rewards.{name}.path is {directory}, which is no directory; an id of the Hugging Face hub is not taken"
             " here: download it (`hf download`) and give the directory"
         )
-    if hash_tokenizer(directory) != tokenizer:
-        raise ModelError(f"{directory}: its tokenizer is not the policy's; a reward model reads the policy's ids")
     return hash_path(directory)
 
 

@@ -1,5 +1,6 @@
 """Train the reward model on data/preferences: `python -m stages.train_rm`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,75 +10,114 @@ from tqdm import tqdm
 from rlhf_core.algorithms.statistics import mean_and_std
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata, read_table
-from rlhf_core.config import Params, load_run
-from rlhf_core.errors import ModelError
+from rlhf_core.config import Params, TrainRmParams, load_run
+from rlhf_core.errors import DataError
 from rlhf_core.models.checkpoint import save_normalisation
-from rlhf_core.models.loading import local_directory, new_classifier, save_like, torch_device
+from rlhf_core.models.loading import local_directory, new_classifier, save_like, save_pretrained, torch_device
+from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
+from rlhf_core.training.comparisons import Counted, Ranked, all_pairs, count, pair_places, whole_lists
 from rlhf_core.training.distributed import join, launch
-from rlhf_core.training.reward_model import Pairs, expand_ranks, freeze_lowest, ranking, scores, train
+from rlhf_core.training.ranking import ranking
+from rlhf_core.training.reward_model import Execution, Objective, Trained, freeze_lowest, scores, train
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
 METRICS = Path("data/metrics/train_rm.json")
+OBJECTIVE = {"loss", "margin_coef", "label_smoothing", "soft_labels", "centring_coef"}
+NOT_TRAINING = {"model", "frozen_layers", "ties", "checkpoint", *OBJECTIVE}
 
 
 def main() -> None:
-    """Train on the pairs of split train, measure on those of split eval, save the classifier."""
+    """Train on the rows of split train, measure on those of split eval, save the classifier."""
     params = load_run().params
     rm, compute = params.train_rm, params.compute
     launch("stages.train_rm", compute.processes)
     source = Path("data/checkpoints/policy/0") if rm.model == "base" else local_directory(rm.model)
-    if hash_tokenizer(source) != read_metadata(PREFERENCES)["tokenizer"]:
-        raise ModelError(
-            f"train_rm.model {source}: its tokenizer is not the base model's; data/preferences holds the latter's ids"
-        )
     processes, device = join(torch_device(compute.device))
-    pairs, held_out = read_pairs("train"), read_pairs("eval")
-    measured = held_out if held_out.pair_ids else pairs
-    if not pairs.pair_ids:
+    if not read_table(PREFERENCES, ["pair_id"]).num_rows:
         if processes.is_main:
             no_reward_model(work_directory("train_rm", fingerprint(params)))
         return
-    seed = derive_seed(params.seed, "train_rm")
+    seed, tokenizer = derive_seed(params.seed, "train_rm"), load_tokenizer(source)
     model = new_classifier(source, device=device, precision=compute.precision, seed=seed)
-    model.config.pad_token_id = pad_id(load_tokenizer(source))
+    model.config.pad_token_id = pad_id(tokenizer)
+    own_tokenizer = hash_tokenizer(source) != read_metadata(PREFERENCES)["tokenizer"]
+    reader = text_reader(model, tokenizer) if own_tokenizer else None
+    rows, held_out = read_rows("train", reader), read_rows("eval", reader)
     freeze_lowest(model, rm.frozen_layers)
-    shared: dict[str, Any] = {
-        "max_batch_tokens": compute.max_batch_tokens,
-        "precision": compute.precision,
-        "pad_id": model.config.pad_token_id,
-        "processes": processes,
-    }
-    steps = -(-len(pairs.pair_ids) // rm.batch_size) * rm.epochs
-    with tqdm(total=steps, desc="train_rm", unit="step", disable=not processes.is_main) as bar:
-        options = rm.model_dump(exclude={"model", "frozen_layers"})
-        loss = train(model, pairs, **options, **shared, seed=seed, progress=lambda loss: show(bar, loss))
-    share = 2 * -(-len(measured.pair_ids) // processes.size)
+    execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
+    data = to_train_on(rows, rm)
+    trained = fit(model, data.rows, held_out, rm, execution, seed)
+    measured = held_out or rows
+    share = -(-sum(len(row.ranks) for row in measured) // processes.size)
     with tqdm(total=share, desc="held-out", unit="response", disable=not processes.is_main) as bar:
-        chosen, rejected = scores(model, measured, **shared, progress=bar.update)
+        found = scores(model, measured, execution, progress=bar.update)
     processes.leave()
     if not processes.is_main:
         return
     work = work_directory("train_rm", fingerprint(params))
-    metrics = ranking(held_out, chosen, rejected)
-    mean, std = mean_and_std(np.concatenate([chosen, rejected]))
-    metrics |= {
-        "eval/score_mean": mean,
-        "eval/score_std": std,
-        "eval/ties_in_data": held_out.ties,
-        "train/loss": loss,
-        "train/pairs": len(pairs.pair_ids),
-        "train/ties_in_data": pairs.ties,
-    }
-    data = f"{len(pairs.pair_ids)} pairs ({hash_path(PREFERENCES)})"
-    card = f"# Reward model\n\nBradley-Terry, from `{rm.model}`, on {data}.\n"
-    save_like(model, source, work / "model", card=card)
-    named = f"both responses of {len(measured.pair_ids)} {'held-out' if held_out.pair_ids else 'training'} pairs"
+    how = "Bradley-Terry" if rm.loss == "pairs" else "Plackett-Luce"
+    unit = "pairs" if rm.loss == "pairs" else "ranked lists"
+    card = f"# Reward model\n\n{how}, from `{rm.model}`, on {len(data.rows)} {unit} ({hash_path(PREFERENCES)}).\n"
+    if own_tokenizer:
+        save_pretrained(model, tokenizer, work / "model", card=card)  # written anew: it may have got a pad token
+    else:
+        save_like(model, source, work / "model", card=card)
+    mean, std = mean_and_std(np.concatenate(found))
+    named = f"all responses of {len(measured)} {'held-out' if held_out else 'training'} rows"
     save_normalisation(work / "model", mean=mean, std=std, measured_on=named)
     publish(work / "model", OUT)
-    write_json(METRICS, metrics)
+    metrics = ranking(held_out, found) | {"eval/score_mean": mean, "eval/score_std": std}
+    write_json(METRICS, metrics | counts(data, held_out, trained))
+
+
+def fit(
+    model: Any, rows: Sequence[Ranked], held_out: Sequence[Ranked], rm: TrainRmParams, execution: Execution, seed: int
+) -> Trained:
+    """Train the model with the parameters of train_rm, under a progress bar."""
+    objective = Objective(**rm.model_dump(include=OBJECTIVE))
+    options = rm.model_dump(exclude=NOT_TRAINING)
+    judges = held_out if rm.checkpoint == "best" and any(map(pair_places, held_out)) else []
+    steps = -(-len(rows) // rm.batch_size) * rm.epochs
+    with tqdm(total=steps, desc="train_rm", unit="step", disable=not execution.processes.is_main) as bar:
+
+        def show(loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3f}")
+            bar.update()
+
+        return train(model, rows, judges, objective, execution, **options, seed=seed, progress=show)
+
+
+def to_train_on(rows: Sequence[Ranked], rm: TrainRmParams) -> Counted:
+    """Return the pairs, or the whole lists, that the loss is about.
+
+    Raises:
+        DataError: If none is left.
+    """
+    data = all_pairs(rows, ties=rm.ties) if rm.loss == "pairs" else whole_lists(rows)
+    if not data.rows:
+        raise DataError(
+            f"{PREFERENCES}: none of {len(rows)} rows of split train says which response is better ({data.ties} pairs"
+            f" are tied, {data.identical} are the same to the model after truncation); add pairs, or raise"
+            " ingest.max_pair_tokens"
+        )
+    return data
+
+
+def counts(data: Counted, held_out: Sequence[Ranked], trained: Trained) -> dict[str, float]:
+    """Return the metrics of what was trained on, and what was left out."""
+    ties, identical = count(held_out)
+    return {
+        "eval/ties_in_data": ties,
+        "eval/identical_after_truncation": identical,
+        "train/loss": trained.loss,
+        "train/best_epoch": trained.best_epoch,
+        "train/pairs": len(data.rows),
+        "train/ties_in_data": data.ties,
+        "train/identical_after_truncation": data.identical,
+    }
 
 
 def fingerprint(params: Params) -> dict[str, Any]:
@@ -86,17 +126,34 @@ def fingerprint(params: Params) -> dict[str, Any]:
     return {"preferences": hash_path(PREFERENCES), "params": parameters}
 
 
-def show(bar: "tqdm[Any]", loss: float) -> None:
-    """Advance the progress bar by one optimiser step."""
-    bar.set_postfix(loss=f"{loss:.3f}")
-    bar.update()
+def read_rows(split: str, reader: TextReader | None) -> list[Ranked]:
+    """Read the ranked responses of one split.
 
-
-def read_pairs(split: str) -> Pairs:
-    """Read the pairs of one split."""
-    table = read_table(PREFERENCES, ["pair_id", "prompt_ids", "response_ids", "ranks", "split"])
-    rows = [row for row in table.to_pylist() if row["split"] == split]
-    return expand_ranks(*([row[name] for row in rows] for name in ("pair_id", "prompt_ids", "response_ids", "ranks")))
+    Args:
+        split: train or eval.
+        reader: Of a model with a tokenizer of its own, which reads the texts; None = the ids that ingest made.
+    """
+    names = ["pair_id", "messages", "prompt", "prompt_ids", "responses", "response_ids", "ranks", "margin", "agreement"]
+    ranked = []
+    for row in read_table(PREFERENCES, [*names, "source", "split"]).to_pylist():
+        if row["split"] != split:
+            continue
+        ids = [(row["prompt_ids"], response) for response in row["response_ids"]]
+        if reader is not None:
+            ids = [text_ids(reader, row["messages"] or row["prompt"], text) for text in row["responses"]]
+        ranked.append(
+            Ranked(
+                pair_id=row["pair_id"],
+                prompt=row["prompt"],
+                source=row["source"],
+                prompt_ids=[prompt for prompt, _ in ids],
+                response_ids=[response for _, response in ids],
+                ranks=row["ranks"],
+                margin=row["margin"] or 0.0,
+                agreement=row["agreement"],
+            )
+        )
+    return ranked
 
 
 def no_reward_model(work: Path) -> None:

@@ -294,6 +294,8 @@ def _reward_model_metrics() -> dict[str, float]:
         "eval/loss": 0.45,
         "eval/calibration_error": 0.04,
         "eval/length_baseline_accuracy": 0.58,
+        "eval/accuracy_low": 0.75,
+        "eval/accuracy_high": 0.86,
         "eval/pairs": 200,
         "train/loss": 0.4,
         "train/pairs": 800,

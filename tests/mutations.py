@@ -37,6 +37,10 @@ RULES = ("tests/unit/test_reward_rules.py",)
 FUNCTIONS = ("tests/unit/test_user_rewards.py",)
 SERVICES = ("tests/unit/test_reward_services.py",)
 SOURCES = ("tests/stages/test_reward_sources.py",)
+RANKING = ("tests/unit/test_ranking.py",)
+KEPT = ("tests/unit/test_reward_model.py::test_what_is_kept_is_the_model_as_it_was_after_that_epoch",)
+BY_HAND = ("tests/unit/test_reward_model.py::test_margin_smoothing_ties_and_centring_by_hand",)
+REWARD_TEXT = ("tests/unit/test_reward_text.py",)
 LOSSES_FILE = "rlhf_core/algorithms/losses.py"
 AGGREGATION_FILE = "rlhf_core/algorithms/aggregation.py"
 DIAGNOSTICS_FILE = "rlhf_core/algorithms/diagnostics.py"
@@ -417,4 +421,45 @@ MUTATIONS = [
     Mutation("rlhf_core/reward/http_service.py", "not in scores]", "not in {}]", SERVICES),
     Mutation("rlhf_core/reward/llm_judge.py", "not min_score <= score <= max_score:", "score > max_score:", SERVICES),
     Mutation("rlhf_core/reward/scores.py", "total += weight * scores", "total += scores", SOURCES),
+    # The reward model.
+    Mutation(LOSSES_FILE, "z = chosen - rejected - margins", "z = chosen - rejected + margins", LOSSES),
+    Mutation(LOSSES_FILE, "(1 - targets) * functional.logsigmoid(-z)", "functional.logsigmoid(-z)", LOSSES),
+    Mutation(LOSSES_FILE, "(places[None, :] > places[:, None])", "(places[None, :] >= places[:, None])", LOSSES),
+    Mutation(LOSSES_FILE, "torch.square(2 * torch.cat", "torch.square(torch.cat", LOSSES),
+    Mutation("rlhf_core/training/ranking.py", "(chosen > rejected)", "(chosen >= rejected)", RANKING),
+    Mutation(
+        "rlhf_core/training/ranking.py",
+        "clustered_interval(wins, prompts,",
+        "clustered_interval(wins, [str(n) for n in range(len(wins))],",
+        RANKING,
+    ),
+    Mutation(
+        "rlhf_core/training/comparisons.py",
+        "and row.ids(first) != row.ids(second)\n    ]\n\n\ndef count",
+        "\n    ]\n\n\ndef count",
+        RANKING,
+    ),
+    Mutation(
+        "rlhf_core/training/reward_model.py",
+        "if loss < self._loss:",
+        "if loss > self._loss or not self._kept:",
+        KEPT,
+    ),
+    Mutation(
+        "rlhf_core/training/reward_model.py",
+        'parameter.detach().to("cpu", copy=True)',
+        "parameter.detach()",
+        KEPT,
+    ),
+    Mutation(
+        "rlhf_core/training/reward_model.py",
+        "0.5 if tie else _target(row, objective)",
+        "_target(row, objective)",
+        BY_HAND,
+    ),
+    Mutation("rlhf_core/models/reward_text.py", "split_special_tokens=True", "split_special_tokens=False", REWARD_TEXT),
+    Mutation("rlhf_core/models/reward_text.py", "positions - offset - 1", "positions", REWARD_TEXT),
+    Mutation(
+        "rlhf_core/models/forward.py", "(batch.position_ids >= begins)", "(batch.position_ids < begins)", REWARD_TEXT
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Losses of the policy, the critic and the reward model, per token or per pair.
+"""Losses of the policy, the critic and the reward model, per token, pair or list.
 
 Left out: their weights in a minibatch (aggregation.py) and in the whole loss (rlhf_core/training). Tokens are flat, row
 after row, so there is no padding and no mask: what does not count is not passed in.
@@ -16,6 +16,8 @@ from rlhf_core.errors import RowMismatch
 
 Tokens = Float[Tensor, "tokens"]
 Pairs = Float[Tensor, "pairs"]
+Rows = Float[Tensor, "rows"]
+Lists = Float[Tensor, "lists"]
 
 # Nats. exp(20) = 4.9e8 is finite in float32, and so is its product with any advantage of sane size.
 LOG_RATIO_CAP = 20.0
@@ -179,23 +181,94 @@ def value_loss(
     return factor * torch.maximum(errors, torch.square(clipped - returns))
 
 
-def pairwise_loss(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """Return the Bradley-Terry loss of each preference pair: -log sigmoid(chosen - rejected).
+def pairwise_loss(
+    chosen: Pairs, rejected: Pairs, *, margins: Pairs | None = None, targets: Pairs | None = None
+) -> Pairs:
+    """Return the Bradley-Terry loss of each preference pair.
+
+        z    = chosen - rejected - margin
+        loss = -target * log sigmoid(z) - (1 - target) * log sigmoid(-z)
 
     Args:
         chosen: [B], reward units, scores of the preferred responses.
         rejected: [B], reward units, scores of the others.
+        margins: [B], reward units, by how much a preferred response is to be ahead; None = 0.
+        targets: [B], probability that `chosen` is the better one: 1 = sure, 1 - label smoothing, 0.5 = a tie; None = 1.
 
     Returns:
-        [B], nats; ln 2 for equal scores, and growing like the margin, not overflowing, for pairs that are badly wrong.
+        [B], nats; ln 2 for z = 0, and growing like |z|, not overflowing, for pairs that are badly wrong.
 
     Raises:
         RowMismatch: If the lengths differ.
 
-    Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1.
+    Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1. Margin:
+    Touvron et al. 2023, "Llama 2: open foundation and fine-tuned chat models", eq. 2. Targets: Mitchell 2023, "A note
+    on DPO with noisy preferences and relationship to IPO" (conservative loss).
     """
-    _check_one_shape(chosen, rejected)
-    return -functional.logsigmoid(chosen - rejected)
+    margins = torch.zeros_like(chosen) if margins is None else margins
+    targets = torch.ones_like(chosen) if targets is None else targets
+    _check_one_shape(chosen, rejected, margins, targets)
+    z = chosen - rejected - margins
+    return -targets * functional.logsigmoid(z) - (1 - targets) * functional.logsigmoid(-z)
+
+
+def listwise_loss(scores: Rows, ranks: Sequence[Sequence[int]]) -> Lists:
+    """Return the Plackett-Luce loss of each ranked list: how unlikely its order is when the best is drawn repeatedly.
+
+        loss = sum_i (log sum_{j = i or rank_j > rank_i} exp(s_j) - s_i)
+
+    Responses of equal rank are not compared: each is set against itself and all that are worse than it. A list of two
+    is the Bradley-Terry loss, one of equals is 0.
+
+    Args:
+        scores: [N], reward units, list after list.
+        ranks: One list of ranks for each list, 0 = best; they are N in all.
+
+    Returns:
+        [lists], nats, a sum over the places of a list: a longer one says more, and weighs more.
+
+    Raises:
+        RowMismatch: If the numbers of scores and ranks differ.
+
+    Source: Plackett 1975, "The analysis of permutations"; for responses, Rafailov et al. 2023, "Direct preference
+    optimization", appendix A.3. The rule for ties is ours.
+    """
+    lengths = [len(one) for one in ranks]
+    if sum(lengths) != len(scores):
+        raise RowMismatch(f"ranks are {sum(lengths)} in all, expected {len(scores)}, the number of scores")
+    losses = [scores.new_zeros(0)]
+    for own, rank in zip(scores.split(lengths), ranks, strict=True):
+        places = torch.tensor(rank, device=scores.device)
+        compared = (places[None, :] > places[:, None]) | torch.eye(len(rank), dtype=torch.bool, device=scores.device)
+        rest = torch.where(compared, own[None, :], -torch.inf).logsumexp(dim=1)
+        losses.append((rest - own).sum()[None])
+    return torch.cat(losses)
+
+
+def centring_loss(scores: Rows, lengths: Sequence[int]) -> Lists:
+    """Return how far the scores of each list are from being centred at 0.
+
+        loss = (2 * mean of the list's scores)^2        for a pair: (chosen + rejected)^2
+
+    Only differences of scores enter the other losses, so their origin drifts; this holds it.
+
+    Args:
+        scores: [N], reward units, list after list.
+        lengths: Scores of each list, 1 or more; they sum to N.
+
+    Returns:
+        [lists], squared reward units.
+
+    Raises:
+        RowMismatch: If lengths do not fit.
+
+    Source: Eisenstein et al. 2023, "Helping or herding? Reward model ensembles mitigate but do not eliminate reward
+    hacking", on centring; lists of more than two are ours.
+    """
+    if sum(lengths) != len(scores):
+        raise RowMismatch(f"lengths sum to {sum(lengths)}, expected {len(scores)}, the number of scores")
+    means = [own.mean()[None] for own in scores.split(list(lengths))]
+    return torch.square(2 * torch.cat([scores.new_zeros(0), *means]))
 
 
 def _check_one_shape(*tensors: Tensor) -> None:

@@ -1,8 +1,12 @@
 """Means and related figures of ragged data, for metric files: always finite, and never counting an empty response."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rlhf_core.algorithms.ragged import Offsets, PerRow, PerToken, check_offsets, check_same_size, lengths
+
+_BLOCK = 1_000_000  # drawn numbers of a bootstrap that are held at once: 8 MiB
 
 
 def mean_and_std(x: PerToken) -> tuple[float, float]:
@@ -117,3 +121,45 @@ def pair_statistics(chosen: PerRow, rejected: PerRow) -> dict[str, float]:
         "ties": float((margin == 0).sum()),
         "margin_mean": token_mean(margin),
     }
+
+
+def clustered_interval(
+    x: PerRow, clusters: Sequence[str], *, seed: int, resamples: int, confidence: float
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of a mean over rows that are not independent of each other.
+
+    Whole clusters are resampled with replacement, with all of their rows:
+
+        mean = sum over drawn clusters of sum x / sum over drawn clusters of rows
+
+    Args:
+        x: [B], any unit.
+        clusters: [B], what a row belongs to, such as its prompt.
+        seed: Of the resampling.
+        resamples: How many means the interval is taken from.
+        confidence: Share of them inside the interval.
+
+    Returns:
+        Low and high, in the unit of x; (0.0, 0.0) for no rows.
+
+    Raises:
+        RowMismatch: If the lengths differ.
+
+    Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13 (percentile interval); Davison and
+    Hinkley 1997, Bootstrap Methods and their Application, section 3.8 (clusters).
+    """
+    names, places = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
+    check_same_size(x=x, clusters=places)
+    if x.size == 0:
+        return 0.0, 0.0
+    sums = np.bincount(places, weights=x, minlength=len(names))
+    rows = np.bincount(places, minlength=len(names))
+    generator = np.random.default_rng(seed)
+    block = max(1, _BLOCK // len(names))
+    means = []
+    for start in range(0, resamples, block):
+        drawn = generator.integers(0, len(names), size=(min(block, resamples - start), len(names)))
+        means.append(sums[drawn].sum(axis=1) / rows[drawn].sum(axis=1))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)

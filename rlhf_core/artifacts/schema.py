@@ -37,6 +37,7 @@ PREFERENCES = pa.schema(
         ("response_ids", pa.list_(_IDS)),  # one list per response, closed by an EOS id unless cut at max_pair_tokens
         ("ranks", _IDS),  # one per response, 0 = best, ties allowed
         ("margin", pa.float32()),  # label strength in the labeller's units; null if unknown
+        ("agreement", pa.float32()),  # of a pair: share of annotators who prefer the better one; null if unknown
         ("source", pa.string()),
         ("split", pa.string()),  # train | eval
     ]
@@ -49,7 +50,7 @@ ROLLOUTS = pa.schema(
         ("sample_index", pa.int32()),  # 0 .. samples_per_prompt - 1
         ("prompt", pa.string()),
         ("prompt_ids", _IDS),
-        ("response", pa.string()),  # response_ids decoded, special tokens left out; for reading, never re-tokenised
+        ("response", pa.string()),  # response_ids decoded, special tokens left out; the policy never reads it again
         ("response_ids", _IDS),  # [T], the EOS included when it was sampled
         ("sampler_logprobs", _FLOATS),  # [T], nats, log p of each sampled token at the sampling temperature, by vLLM
         ("finish_reason", pa.string()),  # stop (the model ended the response) | length (cut off)
@@ -100,7 +101,7 @@ ALIGNED = (
 )
 
 # Columns in which a null says "unknown" or "none". Everywhere else a null, at any depth, is refused.
-NULLABLE = ("messages", "ground_truth", "margin", "score_reward_model", "bootstrap_return")
+NULLABLE = ("messages", "ground_truth", "margin", "agreement", "score_reward_model", "bootstrap_return")
 
 
 def score_column(source: str) -> str:

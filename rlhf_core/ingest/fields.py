@@ -106,6 +106,24 @@ def margin(row: Row) -> float | None:
     return float(value)
 
 
+def agreement(row: Row) -> float | None:
+    """Return the share of annotators who prefer the chosen response; None if the row does not tell.
+
+    Raises:
+        DataError: If it is no number in [0.5, 1]: below, the majority would prefer the other response.
+    """
+    value = row.values.get("agreement")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{row.where}: agreement: expected a number, found {_describe(value)}")
+    if not 0.5 <= value <= 1:
+        raise DataError(
+            f"{row.where}: agreement is {value}: expected 0.5 to 1, the share of annotators who prefer the chosen one"
+        )
+    return float(value)
+
+
 def ground_truth(row: Row) -> str | None:
     """Return the row's ground truth, any JSON value, as JSON text; None if it has none.
 

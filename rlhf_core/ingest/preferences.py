@@ -1,4 +1,4 @@
-"""Rows to the preferences artifact: the shared prompt and two responses, ranked."""
+"""Rows to the preferences artifact: the shared prompt and two or more responses, ranked."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def preferences_table(
     other_sides: dict[str, str],
     drops: Drops,
 ) -> pa.Table:
-    """Return the preferences artifact, in the order of the rows. Ranks are 0 for chosen, 1 for rejected.
+    """Return the preferences artifact, in the order of the rows. Of pairs, ranks are 0 for chosen, 1 for rejected.
 
     All pairs of a prompt are on one side of the split: that of its first row, else chosen by the prompt's content.
 
@@ -62,7 +62,7 @@ def preferences_table(
     for pair_id, (key, pair) in tqdm(_unique_ids(pairs).items(), desc="pairs", unit="row", disable=None):
         if key not in kept:
             continue
-        texts = [pair.chosen, pair.rejected]
+        texts = pair.responses
         found = special_string(tokenizer, pair.content) or special_string(tokenizer, "\n".join(texts))
         if found is not None and special_tokens_in_text == "drop":
             drops.add("special_tokens_in_pair", pair.where)
@@ -76,8 +76,9 @@ def preferences_table(
         whole = [response_ids(tokenizer, text, eos_id=eos_id) for text in texts]
         room = max(0, max_pair_tokens - len(prompt_tokens))
         cut = [tokens[:room] for tokens in whole]
-        if cut[0] == cut[1]:
-            drops.add("identical_pair" if whole[0] == whole[1] else "identical_after_truncation", pair.where)
+        if all(tokens == cut[0] for tokens in cut):
+            identical = all(tokens == whole[0] for tokens in whole)
+            drops.add("identical_pair" if identical else "identical_after_truncation", pair.where)
             continue
         drops.truncated += cut != whole
         table.append(
@@ -88,8 +89,9 @@ def preferences_table(
                 "prompt_ids": prompt_tokens,
                 "responses": texts,
                 "response_ids": cut,
-                "ranks": [0, 1],
+                "ranks": pair.ranks,
                 "margin": pair.margin,
+                "agreement": pair.agreement,
                 "source": pair.source,
                 "split": sides[key],
             }
@@ -103,7 +105,7 @@ def _sorted_out(
     """Pairs with their content keys, and the side of each key."""
     pairs: list[tuple[str, Pair]] = []
     sides: dict[str, str] = {}
-    seen: set[tuple[str, str, str]] = set()
+    seen: set[str] = set()
     for row in rows:
         pair = pair_of(row)
         if isinstance(pair, Refused):
@@ -111,7 +113,8 @@ def _sorted_out(
             continue
         key = content_key(pair.content)
         side = sides.get(key) or pair.split or side_of(key, eval_fraction=eval_fraction, seed=seed)
-        if (key, pair.chosen, pair.rejected) in seen:
+        content = _content(key, pair)
+        if content in seen:
             drops.add("duplicate_pair", pair.where)
         elif pair.split not in (None, side):
             drops.add("prompt_on_both_sides", pair.where)
@@ -119,7 +122,7 @@ def _sorted_out(
             drops.add("prompt_on_other_side", pair.where)
         else:
             sides[key] = side
-            seen.add((key, pair.chosen, pair.rejected))
+            seen.add(content)
             pairs.append((key, pair))
     return pairs, sides
 
@@ -137,8 +140,14 @@ def _unique_ids(pairs: list[tuple[str, Pair]]) -> dict[str, tuple[str, Pair]]:
     taken = set(owners)
     named = {}
     for key, pair in pairs:
-        text = json.dumps([key, pair.chosen, pair.rejected], ensure_ascii=False)
-        pair_id = pair.pair_id or short_hash("q", hashlib.sha256(text.encode()).hexdigest(), taken)
+        digest = hashlib.sha256(_content(key, pair).encode()).hexdigest()
+        pair_id = pair.pair_id or short_hash("q", digest, taken)
         taken.add(pair_id)
         named[pair_id] = (key, pair)
     return named
+
+
+def _content(key: str, pair: Pair) -> str:
+    """All that a row says, as one text: equal for duplicates only. The ranks 0, 1 of a pair go without saying."""
+    said = [key, *pair.responses, *([] if pair.ranks == [0, 1] else [pair.ranks])]
+    return json.dumps(said, ensure_ascii=False)

@@ -15,7 +15,10 @@ from rlhf_core.ingest.fields import Content, Message
 from rlhf_core.ingest.formats import Row
 
 PROMPT_SHAPES = '{"prompt": text}, {"prompt": [turns]} or {"messages": [turns]}'
-PAIR_SHAPES = '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"}, each text or [turns]'
+PAIR_SHAPES = (
+    '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"}, each text or [turns], or'
+    ' {"prompt", "responses": [texts], "ranks": [integers]}'
+)
 
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _MARKER = re.compile(r"\n\n(Human|Assistant):")
@@ -37,16 +40,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A row of a preference file."""
+    """A row of a preference file: two responses, or a longer ranked list."""
 
     where: str
     source: str
     content: Content
     """The shared prompt."""
-    chosen: str
-    rejected: str
+    responses: list[str]
+    ranks: list[int]
+    """One for each response, 0 = best, without gaps; equal = tied."""
     pair_id: str | None
     margin: float | None
+    agreement: float | None
     split: str | None
 
 
@@ -90,11 +95,12 @@ def prompt_of(row: Row) -> Prompt:
 
 
 def pair_of(row: Row) -> Pair | Refused:
-    """Read a row as a preference pair.
+    """Read a row as a preference pair, or as a ranked list of responses.
 
     Args:
-        row: With `chosen` and `rejected`, both text or both turns, and `prompt` unless they begin with it; optional
-            `system`, `pair_id` or `id`, `margin` (a number), `split`. Other keys are not looked at.
+        row: With `chosen` and `rejected`, both text or both turns, and `prompt` unless they begin with it; or with
+            `prompt`, `responses` and `ranks`. Optional `system`, `pair_id` or `id`, `margin` (a number), `agreement`
+            (0.5 to 1), `split`. Other keys are not looked at.
 
     Returns:
         The pair, or the rule that leaves it out: identical_pair, empty_response, no_shared_prompt, differing_histories,
@@ -104,6 +110,8 @@ def pair_of(row: Row) -> Pair | Refused:
         DataError: If a key is missing, has another type, or an explicit prompt is empty; with the row's position.
     """
     values, where = row.values, row.where
+    if "responses" in values:
+        return _ranked_list(row)
     if "chosen" not in values or "rejected" not in values:
         raise DataError(f"{where}: expected {PAIR_SHAPES}; found the keys {_keys(row)}")
     kinds = {key: type(values[key]) for key in ("chosen", "rejected")}
@@ -120,14 +128,51 @@ def pair_of(row: Row) -> Pair | Refused:
         return Refused(where, "empty_response")
     if chosen == rejected:
         return Refused(where, "identical_pair")
+    return _checked(row, content, [chosen, rejected], [0, 1])
+
+
+def _ranked_list(row: Row) -> Pair | Refused:
+    """Read a row with `responses` and `ranks`. Ranks may have gaps; only their order counts."""
+    values, where = row.values, row.where
+    if "prompt" not in values or "ranks" not in values or "chosen" in values or "rejected" in values:
+        raise DataError(f"{where}: expected {PAIR_SHAPES}; found the keys {_keys(row)}")
+    for key in ("responses", "ranks"):
+        if not isinstance(values[key], list) or len(values[key]) < 2:
+            raise DataError(f"{where}: {key}: expected a list of two or more")
+    responses = [fields.text(text, where, f"responses[{place}]") for place, text in enumerate(values["responses"])]
+    ranks = values["ranks"]
+    if len(ranks) != len(responses):
+        raise DataError(f"{where}: has {len(responses)} responses and {len(ranks)} ranks; expected one for each")
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
+        raise DataError(f"{where}: ranks is {ranks}: expected integers, the lowest one for the best response")
+    for key in ("margin", "agreement"):
+        if key in values and len(responses) > 2:
+            raise DataError(f"{where}: {key} is about two responses, but there are {len(responses)}; leave it out")
+    if not all(response.strip() for response in responses):
+        return Refused(where, "empty_response")
+    if len(set(responses)) == 1:
+        return Refused(where, "identical_pair")
+    content: Content
+    if isinstance(values["prompt"], str):
+        content = _text_content(fields.text(values["prompt"], where, "prompt"), where)
+        # A transcript becomes turns, which have no white space around them.
+        responses = responses if isinstance(content, str) else [response.strip() for response in responses]
+    else:
+        content = fields.turns(values["prompt"], where, "prompt")
+    order = sorted(set(ranks))
+    return _checked(row, content, responses, [order.index(rank) for rank in ranks])
+
+
+def _checked(row: Row, content: Content, responses: list[str], ranks: list[int]) -> Pair:
     return Pair(
-        where=where,
+        where=row.where,
         source=row.source,
-        content=_not_empty(_with_system(content, row), where),
-        chosen=chosen,
-        rejected=rejected,
+        content=_not_empty(_with_system(content, row), row.where),
+        responses=responses,
+        ranks=ranks,
         pair_id=fields.identifier(row, "pair_id", "id"),
         margin=fields.margin(row),
+        agreement=fields.agreement(row),
         split=fields.split(row),
     )
 

@@ -193,7 +193,8 @@ def sequence_scores(model: PreTrainedModel, batch: Batch, *, precision: str) -> 
     """Return the reward model's score of each row.
 
     Decoders (a `score` layer over hidden states) are read at the last real token by its position, not by searching for
-    the first pad id, which would stop early where pad and EOS share an id. Encoders pool by themselves.
+    the first pad id, which would stop early where pad and EOS share an id. Encoders pool by themselves; those that tell
+    two texts apart get the response as the second one.
 
     Args:
         model: A sequence classifier with one label.
@@ -206,13 +207,21 @@ def sequence_scores(model: PreTrainedModel, batch: Batch, *, precision: str) -> 
     device = batch.input_ids.device
     with autocast(device, precision):
         if not hasattr(model, "score"):
-            output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+            types = {"token_type_ids": _token_types(batch)} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
+            output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **types)
             return output.logits.float().squeeze(-1)
         last = batch.attention_mask.sum(-1) - 1
         hidden = _hidden_states(model, batch)[torch.arange(len(last), device=device), last]
     head: Any = model.score
     scores: Tensor = head(hidden.to(head.weight.dtype)).float().squeeze(-1)
     return scores
+
+
+def _token_types(batch: Batch) -> Tensor:
+    """0 for the prompt and pads, 1 for the response; [B, S]."""
+    totals = batch.attention_mask.sum(-1, keepdim=True)
+    begins = totals - torch.tensor(batch.lengths, device=totals.device)[:, None]
+    return ((batch.position_ids >= begins) & (batch.position_ids < totals)).long()
 
 
 def for_all_rows(

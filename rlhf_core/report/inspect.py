@@ -79,7 +79,7 @@ def default_columns(available: Sequence[str], *, several_iterations: bool) -> li
         *(name for name in ID_COLUMNS if name in available),
         *("split", "finish_reason"),
         *(name for name in available if name == "score" or name.startswith("score_")),
-        *("ranks", "margin", "kl", "num_tokens", "response_length", "prompt", "response", "responses"),
+        *("ranks", "margin", "agreement", "kl", "num_tokens", "response_length", "prompt", "response", "responses"),
     ]
     # prompt_id is part of sample_id.
     return [

@@ -25,6 +25,7 @@ from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
+from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs
 from rlhf_core.reward.rows import Row, checked_scores, row_dictionaries
 from rlhf_core.stage import write_json
 
@@ -42,6 +43,7 @@ class Passes:
     """Where passes read and write, and how they run."""
 
     shards: Mapping[str, Path]  # from numbered: files of the rollouts schema (or one that begins with it)
+    prompts: Path  # data/prompts; read only for a reward model with another tokenizer, which reads texts
     work: Path  # one directory per pass is made here
     device: str  # compute.device
     precision: str  # compute.precision
@@ -82,7 +84,7 @@ class Passes:
             values = _with_bootstrap(outputs.values, outputs.bootstrap_values, batch)
             return [torch.cat(row) for row in zip(logprobs, values, strict=True)]
 
-        for shard, rows in self._run(name, compute, device, closed=False):
+        for shard, rows in self._run(name, compute, device, policy_ids, pad_id=self.pad_id):
             if shared is not None:
                 # A row is T logprobs and T + 1 values.
                 self._save_values(shard, [row[len(row) // 2 :] for row in rows])
@@ -115,7 +117,7 @@ class Passes:
         def compute(batch: Batch) -> list[Tensor]:
             return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
 
-        for shard, rows in self._run("values", compute, device, closed=False):
+        for shard, rows in self._run("values", compute, device, policy_ids, pad_id=self.pad_id):
             self._save_values(shard, rows)
 
     def full_kl(self, policy: Path, reference: Path) -> None:
@@ -139,7 +141,7 @@ class Passes:
             )
             return list(found.split(batch.lengths))
 
-        for shard, rows in self._run("full_kl", compute, device, closed=False):
+        for shard, rows in self._run("full_kl", compute, device, policy_ids, pad_id=self.pad_id):
             save_array(self.work / "full_kl" / f"{shard}.npy", _flat(rows))
 
     def reward_model(self, name: str, directory: Path) -> None:
@@ -147,20 +149,26 @@ class Passes:
 
             score = (raw - mean) / std, with the mean and deviation that train_rm stored
 
-        It reads prompt and response ids. A response that was cut off is closed by an EOS for it (not in any artifact),
-        because closed turns are what it was trained on; that it was cut off is the missing-EOS penalty's business.
+        With the policy's tokenizer it reads prompt and response ids, with another one the texts. A response that was
+        cut off is closed by an EOS for it (not in any artifact), because closed turns are what it was trained on; that
+        it was cut off is the missing-EOS penalty's business.
         """
         if self._done(name):
             return
         device = torch_device(self.device)
         model = load_classifier(directory, device=device, precision=self.precision)
         mean, std = load_normalisation(directory)
+        first = next(iter(self.shards.values()))
+        read, pad = reward_inputs(
+            directory, model, shard=first, prompts=self.prompts, eos_ids=self.eos_ids, pad_id=self.pad_id
+        )
 
         def compute(batch: Batch) -> list[Tensor]:
             return list((sequence_scores(model, batch, precision=self.precision) - mean) / std)
 
-        for shard, rows in self._run(name, compute, device, closed=True):
-            save_array(self.work / name / f"{shard}.npy", np.array([float(row) for row in rows], np.float32))
+        for shard, scores in self._run(name, compute, device, read, pad_id=pad):
+            array = np.array([float(score) for score in scores], np.float32)
+            save_array(self.work / name / f"{shard}.npy", array)
 
     def rows(self, name: str, score: Callable[[list[Row], str, str], Any]) -> None:
         """Write a score without a model for every row to work/<name>/<shard>.npy.
@@ -221,26 +229,21 @@ class Passes:
         save_array(self.work / "values" / f"{shard}.npy", _flat([row[:-1] for row in rows]))
 
     def _run(
-        self, name: str, compute: Compute, device: torch.device, *, closed: bool
+        self, name: str, compute: Compute, device: torch.device, rows_of: ReadsRows, *, pad_id: int
     ) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (shard name, results per row) for each shard that this pass has not finished."""
         total = sum(read_shard(path, ["sample_id"]).num_rows for path in self.shards.values())
         with progress_bar(name, total) as advance:
             for shard, path in self.shards.items():
-                table = read_shard(path, ["sample_id", "prompt_ids", "response_ids"])
+                table = read_shard(path, ["sample_id"])
                 if (self.work / name / f"{shard}.npy").is_file():
                     advance(table.num_rows)
                     continue
-                responses = table["response_ids"].to_pylist()
-                if closed:
-                    closing = self.eos_ids[0]
-                    responses = [ids if ids and ids[-1] in self.eos_ids else [*ids, closing] for ids in responses]
                 results = for_all_rows(
                     compute,
-                    table["prompt_ids"].to_pylist(),
-                    responses,
+                    *rows_of(path),
                     max_batch_tokens=self.max_batch_tokens,
-                    pad_id=self.pad_id,
+                    pad_id=pad_id,
                     device=device,
                     progress=advance,
                 )

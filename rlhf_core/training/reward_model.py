@@ -1,6 +1,6 @@
-"""Reward model training: Bradley-Terry on preference pairs, and how well it ranks held-out ones.
+"""Reward model training on ranked responses, by pairs or by whole lists, and the scores that it is measured by.
 
-Left out: files (stages/train_rm.py).
+Left out: files (stages/train_rm.py), what a list is (comparisons.py), measures (ranking.py).
 """
 
 import logging
@@ -11,62 +11,49 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_core.algorithms.losses import pairwise_loss
-from rlhf_core.algorithms.statistics import pair_statistics
+from rlhf_core.algorithms.losses import centring_loss, listwise_loss, pairwise_loss
 from rlhf_core.errors import ConfigError, NumericError
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import for_all_rows, sequence_scores
+from rlhf_core.training.comparisons import Ranked
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.minibatches import minibatches
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule, trainable
+from rlhf_core.training.ranking import held_out_loss
 
 logger = logging.getLogger("rlhf")
 
-_CALIBRATION_BINS = 10  # the usual number for the expected calibration error
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one list of responses, best first."""
+
+    loss: str  # pairs (lists of two) | plackett_luce
+    margin_coef: float  # reward units per unit of the data's margin
+    label_smoothing: float  # probability that a label is the wrong way round
+    soft_labels: bool  # whether the target is the annotators' agreement, where the data has it
+    centring_coef: float  # weight of the squared score sum
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Preference pairs: a response that was preferred and one that was not, to the same prompt."""
+class Execution:
+    """How the model is run. The gradient does not depend on it beyond rounding."""
 
-    pair_ids: list[str]  # [B]
-    prompt_ids: list[list[int]]  # [B]
-    chosen_ids: list[list[int]]  # [B], closed by an EOS
-    rejected_ids: list[list[int]]  # [B], closed by an EOS
-    ties: int  # pairs of equal rank, which have no preferred response: counted, not trained on
+    max_batch_tokens: int  # padded tokens of one forward pass
+    precision: str  # compute.precision
+    pad_id: int
+    processes: Processes  # that share the lists of each batch
 
 
-def expand_ranks(
-    pair_ids: Sequence[str],
-    prompt_ids: Sequence[list[int]],
-    response_ids: Sequence[list[list[int]]],
-    ranks: Sequence[list[int]],
-) -> Pairs:
-    """Turn ranked lists into all their pairs of unequal rank, best first.
+@dataclass(frozen=True)
+class Trained:
+    """What training ended with."""
 
-    Args:
-        pair_ids: [B].
-        prompt_ids: [B].
-        response_ids: [B], two or more responses each.
-        ranks: [B], one per response, 0 = best.
-    """
-    pairs = Pairs([], [], [], [], 0)
-    ties = 0
-    for pair_id, prompt, responses, rank in zip(pair_ids, prompt_ids, response_ids, ranks, strict=True):
-        for first in range(len(responses)):
-            for second in range(first + 1, len(responses)):
-                if rank[first] == rank[second]:
-                    ties += 1
-                    continue
-                better, worse = (first, second) if rank[first] < rank[second] else (second, first)
-                pairs.pair_ids.append(pair_id)
-                pairs.prompt_ids.append(prompt)
-                pairs.chosen_ids.append(responses[better])
-                pairs.rejected_ids.append(responses[worse])
-    return Pairs(pairs.pair_ids, pairs.prompt_ids, pairs.chosen_ids, pairs.rejected_ids, ties)
+    loss: float  # mean over the steps of the epoch that was kept
+    best_epoch: int  # that epoch, from 1
 
 
 def freeze_lowest(model: PreTrainedModel, layers: int) -> None:
@@ -83,13 +70,18 @@ def freeze_lowest(model: PreTrainedModel, layers: int) -> None:
         raise ConfigError(
             f"train_rm.frozen_layers is {layers}, but the model has {0 if stack is None else len(stack)} layers"
         )
-    for module in (model.get_input_embeddings(), *stack[:layers]):
+    # An encoder's positions and layer norm lie in `embeddings` too, below its layers.
+    embeddings: Any = getattr(model.base_model, "embeddings", model.get_input_embeddings())
+    for module in (embeddings, *stack[:layers]):
         module.requires_grad_(False)
 
 
 def train(
     model: PreTrainedModel,
-    pairs: Pairs,
+    rows: Sequence[Ranked],
+    held_out: Sequence[Ranked],
+    objective: Objective,
+    execution: Execution,
     *,
     learning_rate: float,
     weight_decay: float,
@@ -99,36 +91,32 @@ def train(
     max_grad_norm: float,
     adam_betas: Sequence[float],
     adam_eps: float,
-    max_batch_tokens: int,
-    precision: str,
-    pad_id: int,
     seed: int,
-    processes: Processes,
     progress: Callable[[float], None],
-) -> float:
-    """Train a sequence classifier in place on pairs and return the mean loss of its last epoch's steps.
+) -> Trained:
+    """Train a sequence classifier in place and leave it as it was after its best epoch.
 
-        loss = mean over the batch's pairs of -log sigmoid(score(chosen) - score(rejected))
+        loss = mean over the batch's lists of what list_losses says
 
-    The gradient is that of the whole batch, however it is split by the token budget and over processes. Dropout stays
-    off.
+    The best epoch is that of the lowest loss on held-out pairs, the earlier one of two equal. Without held-out pairs,
+    or with one epoch, it is the last. The gradient is that of the whole batch, however it is split by the token budget
+    and over processes. Dropout stays off.
 
     Args:
         model: One label; frozen parameters stay as they are.
-        pairs: At least one.
+        rows: At least one list, as comparisons.all_pairs or whole_lists made them.
+        held_out: Ranked lists to choose the epoch by; none = keep the last.
+        objective: The loss.
+        execution: How it is run.
         learning_rate: AdamW; linear warm-up, then linear decay to 0.
         weight_decay: AdamW.
         warmup_fraction: Of all steps.
-        epochs: Passes over the pairs.
-        batch_size: Pairs per optimiser step.
+        epochs: Passes over the lists.
+        batch_size: Lists per optimiser step.
         max_grad_norm: Global 2-norm.
         adam_betas: Decay of the first and second moments.
         adam_eps: Added to the root of the second moment.
-        max_batch_tokens: Padded tokens of one forward pass.
-        precision: compute.precision.
-        pad_id: For padding.
-        seed: Of the order of the pairs.
-        processes: That share the pairs of each batch.
+        seed: Of the order of the lists.
         progress: Told the loss after each step.
 
     Raises:
@@ -136,149 +124,181 @@ def train(
     """
     named = trainable(model, "reward_model")
     optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay)
-    batches = list(minibatches(len(pairs.pair_ids), epochs=epochs, minibatch_size=batch_size, seed=seed))
+    batches = list(minibatches(len(rows), epochs=epochs, minibatch_size=batch_size, seed=seed))
     warmup = math.ceil(warmup_fraction * len(batches))
     scheduler = schedule(optimizer, name="linear", warmup_steps=warmup, total_steps=len(batches) + 1, first_step=0)
     parameters = [parameter for _, parameter in named]
-    longest = _longest(pairs)
-    losses = []
-    for step, rows in enumerate(batches):
-        share = [rows[place] for place in processes.share([longest[row] for row in rows])]
-        with processes.together():
-            total = _accumulate(
-                model,
-                pairs,
-                share,
-                batch_size=len(rows),
-                max_batch_tokens=max_batch_tokens,
-                precision=precision,
-                pad_id=pad_id,
-            )
-            if not math.isfinite(total):
-                raise NumericError(f"{_where(step, pairs, share)}: the loss is {total}; the step was not taken")
-        processes.add_gradients(parameters)
-        loss = sum(processes.gathered(total))
-        where = _where(step, pairs, rows)
+    per_epoch = len(batches) // epochs
+    best = _Best(model, parameters, held_out if epochs > 1 else [], execution)
+    losses: list[float] = []
+    for step, batch in enumerate(batches):
+        loss, where = _batch_gradient(model, rows, batch, objective, execution, step=step)
+        execution.processes.add_gradients(parameters)
         clip_and_step(optimizer, scheduler, {"grad_norm": parameters}, max_grad_norm=max_grad_norm, where=where)
         losses.append(loss)
         progress(loss)
-    return float(np.mean(losses[-max(len(batches) // epochs, 1) :]))
+        if (step + 1) % per_epoch == 0:
+            best.offer((step + 1) // per_epoch)
+    epoch = best.restore()
+    return Trained(float(np.mean(losses[(epoch - 1) * per_epoch : epoch * per_epoch])), epoch)
 
 
-def _longest(pairs: Pairs) -> list[int]:
-    """Tokens of each pair's prompt with the longer of its responses, [B]."""
-    columns = zip(pairs.prompt_ids, pairs.chosen_ids, pairs.rejected_ids, strict=True)
-    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in columns]
+class _Best:
+    """The trained parameters after the best epoch so far: on the CPU, in every process."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parameters: Sequence[nn.Parameter],
+        held_out: Sequence[Ranked],
+        execution: Execution,
+    ) -> None:
+        self._model, self._parameters, self._held_out, self._execution = model, parameters, held_out, execution
+        self._loss, self._epoch = math.inf, 0
+        self._kept: list[Tensor] | None = None
+
+    def offer(self, epoch: int) -> None:
+        """Measure the model as it is after an epoch. Every process sees the same scores, and so decides alike."""
+        if not self._held_out:
+            self._epoch = epoch
+            return
+        found = scores(self._model, self._held_out, self._execution, progress=lambda rows: None)
+        loss = held_out_loss(self._held_out, found)
+        if self._execution.processes.is_main:
+            logger.info("epoch %d: loss on held-out pairs %.4f", epoch, loss)
+        if loss < self._loss:
+            self._loss, self._epoch = loss, epoch
+            self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    def restore(self) -> int:
+        """Put the best parameters back and return their epoch."""
+        if self._kept is not None:
+            with torch.no_grad():
+                for parameter, kept in zip(self._parameters, self._kept, strict=True):
+                    parameter.copy_(kept)
+        return self._epoch
 
 
-def _where(step: int, pairs: Pairs, rows: list[int]) -> str:
-    return f"optimiser step {step + 1}, pairs {', '.join(pairs.pair_ids[row] for row in rows[:4])}, ..."
-
-
-def _accumulate(
+def _batch_gradient(
     model: PreTrainedModel,
-    pairs: Pairs,
-    rows: list[int],
+    rows: Sequence[Ranked],
+    batch: list[int],
+    objective: Objective,
+    execution: Execution,
     *,
-    batch_size: int,
-    max_batch_tokens: int,
-    precision: str,
-    pad_id: int,
+    step: int,
+) -> tuple[float, str]:
+    """Leave this process's part of a batch's gradient in the parameters; return the batch's loss, and where it is."""
+    processes = execution.processes
+    share = [batch[place] for place in processes.share([rows[row].longest() for row in batch])]
+    with processes.together():
+        total = accumulate(model, [rows[row] for row in share], objective, execution, batch_size=len(batch))
+        if not math.isfinite(total):
+            raise NumericError(f"{_where(step, rows, share)}: the loss is {total}; the step was not taken")
+    return sum(processes.gathered(total)), _where(step, rows, batch)
+
+
+def _where(step: int, rows: Sequence[Ranked], batch: list[int]) -> str:
+    return f"optimiser step {step + 1}, pairs {', '.join(rows[row].pair_id for row in batch[:4])}, ..."
+
+
+def accumulate(
+    model: PreTrainedModel, rows: Sequence[Ranked], objective: Objective, execution: Execution, *, batch_size: int
 ) -> float:
-    """Add these pairs' part of the gradient of a batch, and return their part of its mean loss."""
-    longest = _longest(pairs)
-    lengths = [longest[row] for row in rows]
+    """Add the part that some lists have in the gradient of a batch, and return their part of its mean loss.
+
+    All responses of a list run in one forward pass.
+
+    Args:
+        model: Its gradients grow.
+        rows: Lists of this process.
+        objective: The loss.
+        execution: How it is run.
+        batch_size: Lists of the whole batch, over all processes.
+    """
+    most = max((len(row.ranks) for row in rows), default=1)
     total = 0.0
-    for group in token_budget_batches(lengths, max_batch_tokens=max(max_batch_tokens // 2, 1)):
+    lengths = [row.longest() for row in rows]
+    for group in token_budget_batches(lengths, max_batch_tokens=max(execution.max_batch_tokens // most, 1)):
         part = [rows[place] for place in group]
-        # Both responses of a pair run in one forward pass: chosen first, then rejected, each in the order of `part`.
-        prompts = [pairs.prompt_ids[row] for row in part] * 2
-        responses = [pairs.chosen_ids[row] for row in part] + [pairs.rejected_ids[row] for row in part]
-        batch = collate(prompts, responses, range(len(prompts)), pad_id=pad_id, device=model.device)
-        chosen, rejected = sequence_scores(model, batch, precision=precision).chunk(2)
-        loss = pairwise_loss(chosen, rejected).sum() / batch_size
+        prompts = [ids for row in part for ids in row.prompt_ids]
+        responses = [ids for row in part for ids in row.response_ids]
+        # All best responses first, then all second best, and so on; found is list after list again.
+        places = [place for row in part for place in range(len(row.ranks))]
+        order = sorted(range(len(prompts)), key=lambda flat: places[flat])
+        batch = collate(prompts, responses, order, pad_id=execution.pad_id, device=model.device)
+        by_place = sequence_scores(model, batch, precision=execution.precision)
+        found = by_place[torch.tensor(order, device=by_place.device).argsort()]
+        loss = list_losses(found, part, objective).sum() / batch_size
         loss.backward()
         total += float(loss.detach())
     return total
 
 
+def list_losses(found: Tensor, rows: Sequence[Ranked], objective: Objective) -> Tensor:
+    """Return the loss of each list.
+
+        pairs:         pairwise_loss with margin = margin_coef * the data's margin, and with
+                       target = p (1 - label_smoothing) + (1 - p) label_smoothing, p = 1, or with soft_labels the
+                       agreement; of a tied pair, margin 0 and target 0.5
+        plackett_luce: listwise_loss
+        both:          + centring_coef * centring_loss
+
+    Args:
+        found: [N], raw scores, list after list; carries the gradient.
+        rows: The lists; of two responses each with the loss pairs.
+        objective: The loss.
+
+    Returns:
+        [lists].
+    """
+    if objective.loss == "pairs":
+        chosen, rejected = found.view(-1, 2).unbind(-1)
+        tied = [row.ranks[0] == row.ranks[1] for row in rows]
+        margins = [0.0 if tie else objective.margin_coef * row.margin for row, tie in zip(rows, tied, strict=True)]
+        targets = [0.5 if tie else _target(row, objective) for row, tie in zip(rows, tied, strict=True)]
+        losses = pairwise_loss(chosen, rejected, margins=found.new_tensor(margins), targets=found.new_tensor(targets))
+    else:
+        losses = listwise_loss(found, [row.ranks for row in rows])
+    if objective.centring_coef:
+        losses = losses + objective.centring_coef * centring_loss(found, [len(row.ranks) for row in rows])
+    return losses
+
+
+def _target(row: Ranked, objective: Objective) -> float:
+    """The probability that the better one of two responses is better."""
+    sure = 1.0 if row.agreement is None or not objective.soft_labels else row.agreement
+    return sure * (1 - objective.label_smoothing) + (1 - sure) * objective.label_smoothing
+
+
 def scores(
-    model: PreTrainedModel,
-    pairs: Pairs,
-    *,
-    max_batch_tokens: int,
-    precision: str,
-    pad_id: int,
-    processes: Processes,
-    progress: Callable[[int], None],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the raw scores of the preferred and of the other responses, [B] float64 each, in every process."""
-    rows = processes.share(_longest(pairs))
-    prompts = [pairs.prompt_ids[row] for row in rows]
-
-    def compute(batch: Batch) -> list[torch.Tensor]:
-        return list(sequence_scores(model, batch, precision=precision))
-
-    def of(responses: list[list[int]]) -> np.ndarray:
-        options: dict[str, Any] = {
-            "max_batch_tokens": max_batch_tokens,
-            "pad_id": pad_id,
-            "device": model.device,
-            "progress": progress,
-        }
-        mine = for_all_rows(compute, prompts, [responses[row] for row in rows], **options)
-        return np.array(processes.collected(len(responses), rows, [float(score) for score in mine]))
-
-    return of(pairs.chosen_ids), of(pairs.rejected_ids)
-
-
-def ranking(pairs: Pairs, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Return how scores rank pairs, names as in docs/metrics.md; empty for no pairs.
+    model: PreTrainedModel, rows: Sequence[Ranked], execution: Execution, *, progress: Callable[[int], None]
+) -> list[np.ndarray]:
+    """Return the raw scores of every list's responses, [K] float64 each, in every process.
 
     Args:
-        pairs: [B].
-        chosen: [B], raw scores of the preferred responses.
-        rejected: [B], raw scores of the others.
+        model: One label.
+        rows: Ranked lists.
+        execution: How it is run.
+        progress: Told the number of this process's responses done after each batch.
     """
-    if not pairs.pair_ids:
-        return {}
-    return {
-        **{f"eval/{name}": value for name, value in pair_statistics(chosen, rejected).items()},
-        "eval/loss": float(np.mean(np.logaddexp(0.0, rejected - chosen))),
-        "eval/calibration_error": calibration_error(chosen - rejected),
-        "eval/length_baseline_accuracy": length_baseline(pairs),
-        "eval/pairs": len(pairs.pair_ids),
-    }
+    mine = execution.processes.share([row.longest() for row in rows])
+    found: dict[int, list[float]] = {row: [] for row in mine}
 
+    def compute(batch: Batch) -> list[Tensor]:
+        return list(sequence_scores(model, batch, precision=execution.precision))
 
-def calibration_error(margins: np.ndarray) -> float:
-    """Return the expected calibration error of the preferences that margins imply.
-
-        confidence_i = sigmoid(|margin_i|) in [0.5, 1];  right_i = margin_i > 0
-        ECE = sum over 10 equal bins of (n_bin / n) * |mean right - mean confidence|
-
-    Args:
-        margins: [B], score(chosen) - score(rejected).
-
-    Source: Guo et al. 2017, "On calibration of modern neural networks", eq. 3.
-    """
-    confidence = 1 / (1 + np.exp(-np.abs(margins)))
-    right = (margins > 0).astype(float)
-    bins = np.minimum((2 * (confidence - 0.5) * _CALIBRATION_BINS).astype(int), _CALIBRATION_BINS - 1)
-    error = 0.0
-    for index in range(_CALIBRATION_BINS):
-        inside = bins == index
-        if inside.any():
-            error += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
-    return float(error)
-
-
-def length_baseline(pairs: Pairs) -> float:
-    """Return the accuracy of ranking by length alone, in whichever direction does better on these very pairs.
-
-    A tie in length counts as half. Choosing the direction on the pairs themselves favours the baseline.
-    """
-    chosen = np.array([len(ids) for ids in pairs.chosen_ids])
-    rejected = np.array([len(ids) for ids in pairs.rejected_ids])
-    longer = float(np.mean((chosen > rejected) + 0.5 * (chosen == rejected)))
-    return max(longer, 1 - longer)
+    for place in range(max((len(row.ranks) for row in rows), default=0)):
+        having = [row for row in mine if place < len(rows[row].ranks)]
+        results = for_all_rows(
+            compute,
+            [rows[row].prompt_ids[place] for row in having],
+            [rows[row].response_ids[place] for row in having],
+            max_batch_tokens=execution.max_batch_tokens,
+            pad_id=execution.pad_id,
+            device=model.device,
+            progress=progress,
+        )
+        for row, score in zip(having, results, strict=True):
+            found[row].append(float(score))
+    return [np.array(own) for own in execution.processes.collected(len(rows), mine, [found[row] for row in mine])]

@@ -184,6 +184,7 @@ def pair(name: str, ids: list[list[int]], **other: Any) -> dict[str, Any]:
         "response_ids": ids,
         "ranks": [0, 1],
         "margin": None,
+        "agreement": None,
         "source": "x.jsonl",
         "split": "train",
         **other,

@@ -164,17 +164,10 @@ def test_several_reward_models_each_have_a_column(project, monkeypatch):
     }
 
 
-def test_a_hub_id_or_another_tokenizer_is_refused_before_anything_runs(project, monkeypatch):
+def test_a_hub_id_is_refused_before_anything_runs(project, monkeypatch):
     no_model(monkeypatch)
     set_rewards(a={**TRAINED, "path": "owner/model"})
     with pytest.raises(ModelError, match=r"rewards\.a\.path is owner/model, which is no directory.*hf download"):
-        stage(score, monkeypatch, "1", "0")
-    other = Path("models/other")
-    shutil.copytree("data/checkpoints/reward_model", other)
-    path = other / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "extra": 1}))
-    set_rewards(a={**TRAINED, "path": str(other)})
-    with pytest.raises(ModelError, match=r"models/other: its tokenizer is not the policy's"):
         stage(score, monkeypatch, "1", "0")
 
 

@@ -118,11 +118,25 @@ def test_wrong_type(tmp_path: Path, section: str, key: str, value: str, words: l
         ("ingest", "fraction", "0", ["ingest.fraction", "0", "greater than 0"]),
         ("ingest", "eval_fraction", "1.0", ["ingest.eval_fraction", "1.0", "less than 1"]),
         ("ppo_update", "lr_schedule", "cosin", ["ppo_update.lr_schedule", "'cosin'", "'cosine'"]),
+        ("train_rm", "label_smoothing", "0.5", ["train_rm.label_smoothing", "0.5", "less than 0.5"]),
+        ("train_rm", "ties", "count", ["train_rm.ties", "'count'", "'half'"]),
     ],
 )
 def test_out_of_range(tmp_path: Path, section: str, key: str, value: str, words: list[str]) -> None:
     found = one_problem(tmp_path, with_value(section, key, value))
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    "key, value", [("margin_coef", "1.0"), ("label_smoothing", "0.1"), ("soft_labels", "true"), ("ties", "half")]
+)
+def test_options_of_pairs_are_refused_for_whole_lists(tmp_path: Path, key: str, value: str) -> None:
+    text = with_value("train_rm", key, value).replace("  loss: pairs ", "  loss: plackett_luce ")
+    found = one_problem(tmp_path, text)
+    assert (
+        "train_rm" in found
+        and f"plackett_luce takes no {key}: {value.capitalize() if value == 'true' else value}" in found
+    )
 
 
 @pytest.mark.parametrize("value", ["null", "~", ""])

@@ -345,7 +345,7 @@ def test_refused_prompt(keys, words):
 
 def assert_pair(found, content, chosen, rejected):
     assert isinstance(found, Pair), found
-    assert (found.content, found.chosen, found.rejected) == (content, chosen, rejected)
+    assert (found.content, found.responses, found.ranks) == (content, [chosen, rejected], [0, 1])
 
 
 def test_pair_shapes():
@@ -448,6 +448,45 @@ def test_pair_that_a_rule_leaves_out(keys, rule):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "content", "responses"),
+    [
+        ("q", "q", [" a", "b", "c "]),
+        ([turn("user", "q")], [turn("user", "q")], [" a", "b", "c "]),
+        ("\n\nHuman: q\n\nAssistant:", [turn("user", "q")], ["a", "b", "c"]),
+    ],
+)
+def test_ranked_list(prompt, content, responses):
+    found = pair_of(row(prompt=prompt, responses=[" a", "b", "c "], ranks=[7, 2, 7]))
+    assert (found.content, found.responses, found.ranks) == (content, responses, [1, 0, 1])
+
+
+def test_ranked_list_that_a_rule_leaves_out():
+    assert pair_of(row(prompt="q", responses=["a", " "], ranks=[0, 1])) == Refused("file:1", "empty_response")
+    assert pair_of(row(prompt="q", responses=["a", "a"], ranks=[0, 1])) == Refused("file:1", "identical_pair")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"ranks": [0]}, "ranks: expected a list of two or more"),
+        ({"responses": "ab"}, "responses: expected a list of two or more"),
+        ({"ranks": [0, 1, 2]}, "has 2 responses and 3 ranks"),
+        ({"ranks": [0, 0.5]}, "ranks is [0, 0.5]: expected integers"),
+        ({"ranks": [0, True]}, "ranks is [0, True]: expected integers"),
+        ({"responses": ["a", 1]}, "responses[1]: expected text, found int"),
+        ({"responses": ["a", "b", "c"], "ranks": [0, 1, 2], "margin": 1.0}, "margin is about two responses"),
+        ({"responses": ["a", "b", "c"], "ranks": [0, 1, 2], "agreement": 1.0}, "agreement is about two responses"),
+        ({"chosen": "a"}, "found the keys chosen, prompt, ranks, responses"),
+        ({"prompt": " "}, "the prompt is empty"),
+    ],
+)
+def test_refused_ranked_list(keys, words):
+    with pytest.raises(DataError, match=re.escape(words)) as error:
+        pair_of(row(**{"prompt": "q", "responses": ["a", "b"], "ranks": [0, 1]} | keys))
+    assert str(error.value).startswith("file:1: ")
+
+
+@pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"question": "a", "better": "b"}, 'expected {"prompt", "chosen", "rejected"} or {"chosen", "rejected"}'),
@@ -456,6 +495,9 @@ def test_pair_that_a_rule_leaves_out(keys, rule):
         ({"chosen": "a", "rejected": [turn("assistant", "b")]}, "both text or both [turns]; found str and list"),
         ({"chosen": True, "rejected": False}, "both text or both [turns]; found bool and bool"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "agreement": 0.4}, "agreement is 0.4: expected 0.5 to 1"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "agreement": "1"}, "agreement: expected a number, found str"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "agreement": float("nan")}, "agreement is nan"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "2"}, "margin: expected a number, found str"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": True}, "margin: expected a number, found bool"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "expected a finite number"),

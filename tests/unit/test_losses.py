@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.losses import kl_loss, pairwise_loss, policy_loss, sequence_log_ratios, value_loss
+from rlhf_core.algorithms.losses import (
+    centring_loss,
+    kl_loss,
+    listwise_loss,
+    pairwise_loss,
+    policy_loss,
+    sequence_log_ratios,
+    value_loss,
+)
 from rlhf_core.errors import RowMismatch
 
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5]
@@ -255,6 +263,72 @@ def test_pairwise_loss_stays_finite_at_large_margins(margin: float) -> None:
 
 def test_a_pair_of_equal_responses_has_loss_ln_2() -> None:
     assert pairwise_loss(tensor([0.7]), tensor([0.7])).item() == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_margins_are_subtracted_inside_the_sigmoid_and_targets_mix_both_directions() -> None:
+    # z = 1 - 0 - 1 = 0: ln 2 at any target. z = ln 3: ln 4/3 and ln 4; target 0.75: 0.75 ln 4/3 + 0.25 ln 4.
+    loss = pairwise_loss(
+        tensor([1.0, math.log(3)]), tensor([0.0, 0.0]), margins=tensor([1.0, 0.0]), targets=tensor([0.9, 0.75])
+    )
+    close(loss, [math.log(2), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)])
+
+
+@pytest.mark.parametrize("target, slope", [(0.0, 1.0), (0.5, 0.5), (0.9, 0.1)])
+def test_smoothed_losses_stay_finite_at_large_margins(target: float, slope: float) -> None:
+    # z = 800: -(1 - target) log sigmoid(-800) = 800 (1 - target), with slope 1 - target.
+    chosen = torch.tensor([800.0], requires_grad=True)
+    loss = pairwise_loss(chosen, torch.zeros(1), targets=torch.tensor([target]))
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(800 * slope, rel=1e-6)
+    assert chosen.grad is not None and chosen.grad.item() == pytest.approx(slope, rel=1e-6)
+
+
+# --- listwise loss ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_two_has_the_pairwise_loss_whatever_its_order() -> None:
+    scores = tensor([1.2, 0.2, 0.9, 0.3])
+    expected = pairwise_loss(tensor([1.2, 0.3]), tensor([0.2, 0.9]))
+    close(listwise_loss(scores, [[0, 1], [1, 0]]), expected.tolist())
+
+
+def test_listwise_loss_of_three_by_hand() -> None:
+    # exp(s) = 4, 3, 1, best first: -log (4/8) - log (3/4) - log (1/1) = ln 2 + ln 4/3.
+    scores = tensor([math.log(3), math.log(4), 0.0], grad=True)
+    loss = listwise_loss(scores, [[1, 0, 2]])
+    close(loss, [math.log(2) + math.log(4 / 3)])
+    (slope,) = torch.autograd.grad(loss.sum(), scores)
+    close(slope, [3 / 8 + 3 / 4 - 1, 4 / 8 - 1, 1 / 8 + 1 / 4])
+
+
+def test_tied_responses_are_compared_with_worse_ones_only() -> None:
+    # exp(s) = 4, 3, 1, the first two tied: -log (4/5) - log (3/4). All tied: 0, without gradient.
+    scores = tensor([math.log(4), math.log(3), 0.0, 5.0, 7.0], grad=True)
+    loss = listwise_loss(scores, [[0, 0, 1], [0, 0]])
+    close(loss, [math.log(5 / 4) + math.log(4 / 3), 0.0])
+    (slope,) = torch.autograd.grad(loss.sum(), scores)
+    close(slope, [4 / 5 - 1, 3 / 4 - 1, 1 / 5 + 1 / 4, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("margin", [-100.0, -800.0])
+def test_listwise_loss_stays_finite_at_large_margins(margin: float) -> None:
+    scores = torch.tensor([margin, 0.0], requires_grad=True)
+    loss = listwise_loss(scores, [[0, 1]])
+    loss.sum().backward()
+    assert loss.item() == -margin
+    assert scores.grad is not None and scores.grad.tolist() == [-1.0, 1.0]
+
+
+def test_centring_loss() -> None:
+    # Pairs: (c + r)^2 = 9 and 0. A list of three with mean 1: (2 * 1)^2.
+    close(centring_loss(tensor([2.0, 1.0, 3.0, -3.0, 0.0, 1.0, 2.0]), [2, 2, 3]), [9.0, 0.0, 4.0])
+
+
+def test_lists_that_do_not_fit_the_scores_are_refused() -> None:
+    with pytest.raises(RowMismatch, match="ranks are 3 in all, expected 2"):
+        listwise_loss(torch.ones(2), [[0, 1], [0]])
+    with pytest.raises(RowMismatch, match="lengths sum to 3, expected 2"):
+        centring_loss(torch.ones(2), [3])
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:

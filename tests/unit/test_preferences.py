@@ -46,6 +46,7 @@ def test_columns(tokenizer):
                 "chosen": [{"role": "assistant", "content": "x"}],
                 "rejected": [{"role": "assistant", "content": "hello"}],
                 "margin": 0.5,
+                "agreement": 0.75,
                 "split": "eval",
                 "pair_id": "one",
             },
@@ -65,6 +66,7 @@ def test_columns(tokenizer):
         "response_ids": [[92, 2], [264, 2]],
         "ranks": [0, 1],
         "margin": 0.5,
+        "agreement": 0.75,
         "source": "f",
         "split": "eval",
     }
@@ -137,6 +139,21 @@ def test_special_tokens_in_text(tokenizer):
     assert (table.num_rows, dropped) == (1, {"special_tokens_in_pair": 2})
     with pytest.raises(DataError, match="f:2: the text contains the special token '<eos>'"):
         table_of(tokenizer, given, special_tokens_in_text="error")
+
+
+def test_ranked_lists(tokenizer):
+    rows = [
+        Row("f:1", "f", {"prompt": "ab", "responses": ["x", "hello", "X"], "ranks": [1, 0, 1]}),
+        Row("f:2", "f", {"prompt": "ab", "responses": ["x", "hello", "X"], "ranks": [1, 0, 1]}),
+        Row("f:3", "f", {"prompt": "ab", "responses": ["x", "hello", "X"], "ranks": [0, 1, 2]}),  # other ranks
+        Row("f:4", "f", {"prompt": "ab", "responses": ["aaX", "aaY", "aaZ"], "ranks": [0, 1, 2]}),
+        Row("f:5", "f", {"prompt": "ab", "responses": ["x", "X"], "ranks": [0, 0]}),
+    ]
+    table, dropped, _ = table_of(tokenizer, rows, max_pair_tokens=4)  # <bos> ab and two ids
+    assert dropped == {"duplicate_pair": 1, "identical_after_truncation": 1}
+    assert [row["ranks"] for row in table.to_pylist()] == [[1, 0, 1], [0, 1, 2], [0, 0]]
+    assert table["response_ids"][0].as_py() == [[92, 2], [264, 2], [60, 2]]
+    assert len(set(table["pair_id"].to_pylist())) == 3
 
 
 def test_pairs_of_a_prompt_stay_together(tokenizer):

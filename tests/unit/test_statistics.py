@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.algorithms.statistics import (
+    clustered_interval,
     explained_variance,
     mean_and_std,
     pair_statistics,
@@ -89,3 +90,18 @@ def test_a_tie_is_no_win() -> None:
     )
     empty = {"accuracy": 0, "accuracy_ties_half": 0, "ties": 0, "margin_mean": 0}
     assert pair_statistics(np.empty(0), np.empty(0)) == empty
+
+
+def test_the_clustered_interval_draws_whole_clusters() -> None:
+    # Clusters "a" = (0, 0, 0) and "b" = (1): a resample is aa, ab, ba or bb, with means 0, 1/4, 1/4, 1.
+    options = {"seed": 0, "resamples": 4000, "confidence": 0.9}
+    x, clusters = np.array([0.0, 1.0, 0.0, 0.0]), ["a", "b", "a", "a"]
+    assert clustered_interval(x, clusters, **options) == (0.0, 1.0)  # each is a quarter of all: more than a tail
+    assert clustered_interval(x, clusters, **options | {"confidence": 0.4}) == (0.25, 0.25)  # the middle half
+    assert clustered_interval(np.empty(0), [], **options) == (0.0, 0.0)
+
+
+def test_the_clustered_interval_is_a_function_of_its_seed() -> None:
+    x, clusters = np.arange(50.0), [str(index // 3) for index in range(50)]
+    found = [clustered_interval(x, clusters, seed=seed, resamples=200, confidence=0.95) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
