@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from rlhf_core.algorithms.ragged import PerRow
-from rlhf_core.errors import NumericError
 
 # The controller's error is clipped to +- this, so that one iteration changes the coefficient by a bounded share.
 ERROR_CLIP = 0.2
@@ -77,22 +76,14 @@ def scaled_scores(
         score_scaling: none = as they are.
 
     Returns:
-        [B], float64. Where all scores so far are equal, std counts as 1.
-
-    Raises:
-        NumericError: If there are scores to scale, but none in the moments.
+        [B], float64. Where all scores so far are equal, std counts as 1; as they are where there were none.
 
     Source: Engstrom et al. 2020, "Implementation matters in deep policy gradients" (reward scaling, there of discounted
     sums); Zheng et al. 2023, "Secrets of RLHF in large language models part I: PPO" (scores).
     """
     wide = scores.astype(np.float64)
-    if score_scaling == "none" or wide.size == 0:
+    if score_scaling == "none" or moments.count == 0:
         return wide
-    if moments.count == 0:
-        raise NumericError(
-            f"advantages.score_scaling is {score_scaling}, but no score was merged into the moments yet: an iteration"
-            " that only replays cannot be the first with score_scaling"
-        )
     deviation = float(np.sqrt(moments.m2 / moments.count))
     if deviation <= ROUNDING * abs(moments.mean):
         deviation = 1.0

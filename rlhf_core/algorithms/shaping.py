@@ -20,7 +20,7 @@ from rlhf_core.algorithms.responses import Responses
 from rlhf_core.algorithms.reward_state import Moments, adapted_kl_coef, merged, scaled_scores
 from rlhf_core.algorithms.rewards import final_scores, overlong_penalties, token_rewards
 from rlhf_core.algorithms.statistics import sequence_sums, token_mean
-from rlhf_core.errors import SchemaMismatch
+from rlhf_core.errors import NumericError, SchemaMismatch
 
 
 def shaped_scores(
@@ -47,9 +47,17 @@ def shaped_scores(
 
     Returns:
         [B], float64, reward units; and the moments for the next iteration.
+
+    Raises:
+        NumericError: If scores are to be scaled, and only replayed ones were ever seen.
     """
     if score_scaling != "none":
         moments = merged(moments, responses.scores[responses.own & responses.filled])
+        if moments.count == 0 and responses.filled.any():
+            raise NumericError(
+                f"advantages.score_scaling is {score_scaling}, but no score was merged into the moments yet: an"
+                " iteration that only replays cannot be the first with score_scaling"
+            )
     scores = scaled_scores(responses.scores, moments, score_scaling=score_scaling)
     final = final_scores(
         scores,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rlhf_core.algorithms.reward_state import Moments, adapted_kl_coef, merged, scaled_scores
-from rlhf_core.errors import NumericError
 
 NOTHING = Moments(0, 0.0, 0.0)
 
@@ -52,11 +51,8 @@ def test_scores_that_are_all_equal_are_divided_by_one(value: float) -> None:
     np.testing.assert_allclose(shifted, [0], atol=1e-7)
 
 
-def test_scores_without_any_moments_are_refused_and_none_stays_as_it_is() -> None:
-    with pytest.raises(NumericError, match=r"score_scaling is running_std.*only replays"):
-        scaled_scores(np.array([3.0]), NOTHING, score_scaling="running_std")
-    assert scaled_scores(np.array([3.0]), NOTHING, score_scaling="none").tolist() == [3]
-    assert scaled_scores(np.empty(0), NOTHING, score_scaling="running_std").tolist() == []
+def test_without_any_score_nothing_is_scaled() -> None:
+    assert scaled_scores(np.array([3.0]), NOTHING, score_scaling="running_mean_std").tolist() == [3]
 
 
 @pytest.mark.parametrize(
