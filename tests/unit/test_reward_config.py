@@ -20,6 +20,10 @@ LLM = (
     " max_score: 10, temperature: 0, max_reply_tokens: 20, concurrency: 4, timeout_s: 5, retries: 2, backoff_s: 1,"
     " auth_env: null}"
 )
+CODE = (
+    "{kind: code, weight: 1.0, seconds: 10, memory_mb: %s, disk_mb: 16, processes: 8, output_kb: 64, workers: 2,"
+    " allow_unisolated: false}"
+)
 EVERY_KIND = [
     "{kind: reward_model, weight: 1.0, path: null}",
     "{kind: reward_model, weight: -1, path: models/other}",
@@ -35,6 +39,7 @@ EVERY_KIND = [
     HTTP % ("https://host:8000/score?x=1", "TOKEN"),
     HTTP % ("http://host", "null"),
     LLM % ("Rate: {response}", r"(\d+)", 0),
+    CODE % 512,
 ]
 
 
@@ -92,6 +97,7 @@ def test_every_kind_starts_with_kind_and_weight_and_has_no_default() -> None:
         ("{x: {kind: repetition, weight: 1, ngram: 2.0}}", ["rewards.x.ngram is 2.0", "integer"]),
         ("{x: {kind: python, weight: 1, function: mine.f}}", ["rewards.x.function is 'mine.f'", "module:function"]),
         ("{x: {kind: python, weight: 1, function: '../a:f'}}", ["rewards.x.function", "module:function"]),
+        ("{x: " + CODE % 8 + "}", ["rewards.x.memory_mb is 8", "greater than or equal to 64"]),
         ("{x: " + HTTP % ("ftp://host", "null") + "}", ["rewards.x.url: 'ftp://host': expected http://host"]),
         ("{x: " + HTTP % ("host:80", "null") + "}", ["rewards.x.url", "expected http://host"]),
         ("{x: " + HTTP % ("http://host:99999", "null") + "}", ["rewards.x.url", "0-65535"]),
