@@ -139,9 +139,6 @@ MUTATIONS = [
         "torch.clamp(new_values, returns - value_clip_range",
         LOSSES,
     ),
-    Mutation(
-        LOSSES_FILE, "functional.logsigmoid(chosen - rejected)", "functional.logsigmoid(rejected - chosen)", LOSSES
-    ),
     # Parts of a minibatch.
     Mutation(
         AGGREGATION_FILE,
