@@ -187,6 +187,9 @@ def test_a_step_is_adamw_s_with_its_own_betas_eps_and_decay():
     assert norms == {"g": 2.0}
     assert parameter.item() == pytest.approx(2.45, abs=1e-5)
     assert parameter.grad is None
+    # Gradient 0: m = 0.16 of 1 - 0.64, v = 0.09 of 1 - 0.81; 2.45 * 0.95 - 0.5 * 0.444444 / (0.688247 + 0.25).
+    clip_and_step(optimizer, scheduler, {"g": [parameter]}, max_grad_norm=1.0, where="here")
+    assert parameter.item() == pytest.approx(2.090652, abs=1e-5)
 
 
 def test_a_parameter_that_took_no_part_counts_as_one_with_gradient_zero():
