@@ -54,9 +54,7 @@ class Whole:
 
     responses: int
     tokens: int
-    states: (
-        int  # that have a return: the tokens, and where the conventions put the score there, the slot after the last
-    )
+    states: int  # with a return: the tokens, and the slots after last tokens where the conventions have them
 
     @classmethod
     def of(cls, responses: Responses, rows: list[int]) -> "Whole":
