@@ -110,6 +110,9 @@ class TrainRmParams(Section):
     epochs: Count
     batch_size: Count
     frozen_layers: CountOrZero
+    lora_rank: CountOrZero
+    lora_alpha: Positive
+    lora_targets: Annotated[list[Text], Field(min_length=1)] | None
     loss: Literal["pairs", "plackett_luce"]
     ties: Literal["drop", "half"]
     margin_coef: NonNegative

@@ -20,13 +20,15 @@ from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 from rlhf_core.training.comparisons import Counted, Ranked, all_pairs, count, pair_places, whole_lists
 from rlhf_core.training.distributed import join, launch
+from rlhf_core.training.lora import add_adapters, head_parameters, merge
 from rlhf_core.training.ranking import ranking
 from rlhf_core.training.reward_model import Execution, Objective, Trained, freeze_lowest, scores, train
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
 METRICS = Path("data/metrics/train_rm.json")
 OBJECTIVE = {"loss", "margin_coef", "label_smoothing", "soft_labels", "centring_coef"}
-NOT_TRAINING = {"model", "frozen_layers", "ties", "checkpoint", *OBJECTIVE}
+LORA = {"lora_rank", "lora_alpha", "lora_targets"}
+NOT_TRAINING = {"model", "frozen_layers", "ties", "checkpoint", *LORA, *OBJECTIVE}
 
 
 def main() -> None:
@@ -47,9 +49,12 @@ def main() -> None:
     reader = text_reader(model, tokenizer) if own_tokenizer else None
     rows, held_out = read_rows("train", reader), read_rows("eval", reader)
     freeze_lowest(model, rm.frozen_layers)
+    adapted = adapters(model, rm, seed) if rm.lora_rank else None
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)
     trained = fit(model, data.rows, held_out, rm, execution, seed)
+    if adapted is not None:
+        merge(adapted)
     measured = held_out or rows
     share = -(-sum(len(row.ranks) for row in measured) // processes.size)
     with tqdm(total=share, desc="held-out", unit="response", disable=not processes.is_main) as bar:
@@ -61,6 +66,10 @@ def main() -> None:
     how = "Bradley-Terry" if rm.loss == "pairs" else "Plackett-Luce"
     unit = "pairs" if rm.loss == "pairs" else "ranked lists"
     card = f"# Reward model\n\n{how}, from `{rm.model}`, on {len(data.rows)} {unit} ({hash_path(PREFERENCES)}).\n"
+    if adapted is not None:
+        card += (
+            f"\nTrained with LoRA of rank {rm.lora_rank}, alpha {rm.lora_alpha:g}; the adapters are in the weights.\n"
+        )
     if own_tokenizer:
         save_pretrained(model, tokenizer, work / "model", card=card)  # written anew: it may have got a pad token
     else:
@@ -71,6 +80,12 @@ def main() -> None:
     publish(work / "model", OUT)
     metrics = ranking(held_out, found) | {"eval/score_mean": mean, "eval/score_std": std}
     write_json(METRICS, metrics | counts(data, held_out, trained))
+
+
+def adapters(model: Any, rm: TrainRmParams, seed: int) -> Any:
+    """Put adapters into the layers that are not frozen; they and the head are all that learns then."""
+    whole = head_parameters(model)
+    return add_adapters(model, rank=rm.lora_rank, alpha=rm.lora_alpha, targets=rm.lora_targets, whole=whole, seed=seed)
 
 
 def fit(
@@ -114,6 +129,7 @@ def counts(data: Counted, held_out: Sequence[Ranked], trained: Trained) -> dict[
         "eval/identical_after_truncation": identical,
         "train/loss": trained.loss,
         "train/best_epoch": trained.best_epoch,
+        "train/trained_parameters": trained.parameters,
         "train/pairs": len(data.rows),
         "train/ties_in_data": data.ties,
         "train/identical_after_truncation": data.identical,

@@ -54,6 +54,7 @@ class Trained:
 
     loss: float  # mean over the steps of the epoch that was kept
     best_epoch: int  # that epoch, from 1
+    parameters: int  # numbers that were trained
 
 
 def freeze_lowest(model: PreTrainedModel, layers: int) -> None:
@@ -140,7 +141,8 @@ def train(
         if (step + 1) % per_epoch == 0:
             best.offer((step + 1) // per_epoch)
     epoch = best.restore()
-    return Trained(float(np.mean(losses[(epoch - 1) * per_epoch : epoch * per_epoch])), epoch)
+    loss = float(np.mean(losses[(epoch - 1) * per_epoch : epoch * per_epoch]))
+    return Trained(loss, epoch, sum(parameter.numel() for parameter in parameters))
 
 
 class _Best:

@@ -57,6 +57,7 @@ LIBRARIES = {
     ],
     "transformers": ["rlhf_core/models/", "rlhf_core/training/", "rlhf_core/ingest/"],
     "datasets": ["rlhf_core/ingest/"],
+    "peft": ["rlhf_core/training/lora.py"],
     "httpx": ["rlhf_core/reward/service.py"],
     "pytest": [],
     "tests": [],

@@ -6,6 +6,7 @@ ties and identical pairs not counted; epochs chosen by the training pairs.
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_core.artifacts.provenance import hash_tokenizer
+from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.schema import PREFERENCES, PROMPTS
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
 from rlhf_core.errors import DataError, RowMismatch
@@ -186,8 +187,6 @@ def test_the_best_epoch_is_that_of_the_held_out_pairs(project) -> None:
 
 
 def test_the_stage_writes_the_same_bytes_twice(project) -> None:
-    from rlhf_core.artifacts.provenance import hash_path
-
     change("train_rm", epochs=2)
     hashes = []
     for _ in range(2):
@@ -195,3 +194,36 @@ def test_the_stage_writes_the_same_bytes_twice(project) -> None:
         hashes.append((hash_path(REWARD_MODEL), METRICS.read_text()))
     assert hashes[0] == hashes[1]
     assert read_metadata(Path("data/preferences"))["tokenizer"] == hash_tokenizer(REWARD_MODEL)
+
+
+def test_adapters_learn_the_ranking_and_leave_a_plain_model(project) -> None:
+    source = AutoModelForSequenceClassification.from_pretrained(POLICY / "0", num_labels=1).state_dict()
+    rows = [{"response_ids": [[90, 70 + i, 2], [91, 70 + i, 2]]} for i in range(16)]
+    write_rows([{**row, "split": "eval" if i % 4 == 3 else "train"} for i, row in enumerate(rows)])
+    found = {}
+    change("train_rm", epochs=3, learning_rate=3e-3, lora_rank=2, lora_targets=["q_proj", "down_proj"])
+    for name in ("adapters", "again"):
+        train_rm.main()
+        found[name] = (hash_path(REWARD_MODEL), METRICS.read_text())
+    assert found["adapters"] == found["again"]
+    # 2 layers, each 2 x (64 + 64) for q_proj and 2 x (128 + 64) for down_proj; a head of 64.
+    assert measured()["train/trained_parameters"] == 2 * (256 + 384) + 64
+    assert measured()["eval/accuracy"] == 1.0
+    assert "LoRA of rank 2, alpha 32" in (REWARD_MODEL / "README.md").read_text()
+    assert not [path.name for path in REWARD_MODEL.iterdir() if "adapter" in path.name]
+    trained = AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL).state_dict()
+    moved = {name for name in source if not torch.equal(source[name].float(), trained[name])}
+    layers = {f"model.layers.{i}.{part}.weight" for i in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")}
+    assert moved == {*layers, "score.weight"}
+
+
+def test_without_adapters_the_library_is_not_even_imported(project, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    change("train_rm", lora_rank=0)
+    train_rm.main()
+    assert measured()["train/trained_parameters"] == sum(
+        tensor.numel() for tensor in AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL).parameters()
+    )
+    change("train_rm", lora_rank=2)
+    with pytest.raises(ImportError):
+        train_rm.main()
