@@ -66,7 +66,7 @@ def iterate(
     ] = False,
     patience: Annotated[int, typer.Option(min=1, help="Iterations without a new best before stopping.")] = 2,
     maximum: Annotated[int, typer.Option("--max", min=1, help="Most iterations that --until-converged adds.")] = 20,
-    metric: Annotated[str, typer.Option(help="Metric that must rise.")] = "eval/judge_mean",
+    metric: Annotated[str, typer.Option(help="Metric that must rise.")] = "eval/score_mean",
     run: Annotated[bool, typer.Option("--run/--no-run", help="Run `dvc repro` afterwards, or only append.")] = True,
 ) -> None:
     """Append iterations to iterations.yaml and run them with `dvc repro`.

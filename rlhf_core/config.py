@@ -259,6 +259,7 @@ class EvaluateParams(Section):
     max_prompts: Count | None
     samples_per_prompt: Count
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+    rewards: RewardsParams
 
     @model_validator(mode="after")
     def _not_nearly_greedy(self) -> "EvaluateParams":
@@ -302,12 +303,13 @@ class Params(Section):
                 f"ingest.max_prompt_tokens ({self.ingest.max_prompt_tokens}) must be below"
                 f" sampling.max_model_len ({self.sampling.max_model_len}), or no response token fits"
             )
-        for name, source in self.rewards.items():
-            if isinstance(source, RewardModelSource) and source.path is None and self.ingest.preferences is None:
-                raise ValueError(
-                    f"rewards.{name} is the trained reward model, but ingest.preferences is null: there is nothing to"
-                    " train it on"
-                )
+        for group, sources in (("rewards", self.rewards), ("evaluate.rewards", self.evaluate.rewards)):
+            for name, source in sources.items():
+                if isinstance(source, RewardModelSource) and source.path is None and self.ingest.preferences is None:
+                    raise ValueError(
+                        f"{group}.{name} is the trained reward model, but ingest.preferences is null: there is nothing"
+                        " to train it on"
+                    )
         return self
 
     @model_validator(mode="after")

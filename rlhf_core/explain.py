@@ -17,10 +17,10 @@ def explain(model: type[BaseModel], item: Any, where: str) -> str:
         where: Names the file, and the iteration if it is one's.
     """
     location = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "is-instance"))]
-    if location[:1] == ["rewards"]:
-        model, location = _in_source(model, location)
+    if group := _rewards_group(location):
+        model, location = _in_source(model, location, group)
     key = ".".join(location)
-    if location[:1] == ["rewards"] and item["type"] in _SOURCE_ERRORS:
+    if group and item["type"] in _SOURCE_ERRORS:
         return f"{where}: {_SOURCE_ERRORS[item['type']](key, item)}"
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(location[-1], _fields_at(model, location[:-1]), n=1)
@@ -35,7 +35,7 @@ def explain(model: type[BaseModel], item: Any, where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
-    if location[:1] == ["rewards"]:
+    if _rewards_group(location):
         return list(model.model_fields)
     for part in location:
         field = model.model_fields.get(part)
@@ -45,10 +45,16 @@ def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _in_source(model: type[BaseModel], location: list[str]) -> tuple[type[BaseModel], list[str]]:
-    """The class of the source that a location below `rewards` is in, and the location without the kind in it."""
-    if len(location) > 2 and location[2] in KINDS:
-        return KINDS[location[2]], location[:2] + location[3:]
+def _rewards_group(location: list[str]) -> int:
+    """How many parts of a location name the map of reward sources that it is in; 0 outside of both."""
+    return next((len(group) for group in _GROUPS if location[: len(group)] == group), 0)
+
+
+def _in_source(model: type[BaseModel], location: list[str], group: int) -> tuple[type[BaseModel], list[str]]:
+    """The class of the source that a location below `group` parts is in, and the location without the kind in it."""
+    kind = group + 1
+    if len(location) > kind and location[kind] in KINDS:
+        return KINDS[location[kind]], location[:kind] + location[kind + 1 :]
     return model, [part for part in location if part != "[key]"]
 
 
@@ -69,6 +75,8 @@ def _wrong_name_or_text(key: str, item: Any) -> str:
     return f"{key} is {item['input']!r}: expected {form[str(item['loc'][-1])]}"
 
 
+# Where params.yaml has maps of reward sources.
+_GROUPS = (["rewards"], ["evaluate", "rewards"])
 # What pydantic says about a union or a pattern is about its own workings.
 _SOURCE_ERRORS = {
     "union_tag_invalid": _wrong_kind,

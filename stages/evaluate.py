@@ -13,9 +13,17 @@ from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
 from rlhf_core.config import Params, load_run
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
-from rlhf_core.reward.evaluation import append_judgements, evaluation_metrics
-from rlhf_core.reward.judge import judge_rows
+from rlhf_core.reward.evaluation import PROXY, append_evaluation, evaluation_metrics
 from rlhf_core.reward.passes import Passes, numbered
+from rlhf_core.reward.sources import (
+    check_functions,
+    described_inputs,
+    described_models,
+    described_sources,
+    reward_models,
+    run_other_sources,
+    run_reward_models,
+)
 from rlhf_core.sampling.evaluation import sample_held_out
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
@@ -25,9 +33,11 @@ REFERENCE, REWARD_MODEL = CHECKPOINTS / "policy/0", CHECKPOINTS / "reward_model"
 
 
 def main() -> None:
-    """Sample, judge, score and compare with the reference; every iteration sees the same prompts."""
+    """Sample, score and compare with the reference; every iteration sees the same prompts."""
     iteration = sys.argv[1]
     params = load_run().params
+    rewards = params.evaluate.rewards
+    check_functions(rewards)
     policy = CHECKPOINTS / "policy" / iteration
     tokenizer = load_tokenizer(policy)
     metadata = described(iteration, policy, params, eos_ids(policy, tokenizer))
@@ -43,26 +53,26 @@ def main() -> None:
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],
     )
+    run_other_sources(passes, rewards)  # first: what is wrong with them shows before a model has run
     passes.token_logprobs("logprobs", policy)
     if metadata["reference"] != metadata["policy"]:
         passes.token_logprobs("ref_logprobs", REFERENCE)
-    has_reward_model = (REWARD_MODEL / "config.json").is_file()
-    if has_reward_model:
-        passes.reward_model("score_reward_model", REWARD_MODEL)
-    passes.rows("score_judge", judge_rows)
-    judged = [
-        (name, append_judgements(table, name, passes, has_reward_model))
-        for name, table in iter_tables(work / "samples")
-    ]
-    for name, table in judged:
+    run_reward_models(passes, reward_models(rewards, REWARD_MODEL))
+    if (REWARD_MODEL / "config.json").is_file():
+        passes.reward_model(PROXY, REWARD_MODEL)
+    weights = {name: source.weight for name, source in rewards.items()}
+    scored = {name: append_evaluation(table, name, passes, weights) for name, table in iter_tables(work / "samples")}
+    for name, table in scored.items():
         write_shard(work / "out" / name, table, table.schema, metadata)
     publish(work / "out", Path(f"data/evaluations/iteration={iteration}"))
-    write_json(Path(f"data/metrics/evaluate/{iteration}.json"), evaluation_metrics([table for _, table in judged]))
+    write_json(Path(f"data/metrics/evaluate/{iteration}.json"), evaluation_metrics(list(scored.values()), weights))
 
 
 def described(iteration: str, policy: Path, params: Params, ends: list[int]) -> dict[str, Any]:
     """Return the metadata of the shards: everything that the result depends on."""
+    rewards = params.evaluate.rewards
     inputs = {"prompts": hash_path(PROMPTS), "policy": hash_path(policy), "reward_model": hash_path(REWARD_MODEL)}
+    inputs |= described_inputs(rewards)
     return {
         "stage": "evaluate",
         "iteration": iteration,
@@ -74,7 +84,9 @@ def described(iteration: str, policy: Path, params: Params, ends: list[int]) -> 
         "temperature": params.evaluate.temperature,
         "logprobs_mode": LOGPROBS_MODE,
         "vllm": vllm_version(),
-        **params.model_dump(include={"seed", "sampling", "evaluate", "compute"}),
+        "rewards": described_sources(rewards),
+        "reward_models": described_models(rewards, REWARD_MODEL, group="evaluate.rewards"),
+        **params.model_dump(include={"seed", "sampling", "evaluate", "compute"}, exclude={"evaluate": {"rewards"}}),
     }
 
 
@@ -82,7 +94,7 @@ def sampling_options(params: Params) -> dict[str, Any]:
     """Return what sampling needs to know, as plain keywords."""
     return {
         **params.sampling.model_dump(exclude={"temperature"}),
-        **params.evaluate.model_dump(),
+        **params.evaluate.model_dump(exclude={"rewards"}),
         "seed": derive_seed(params.seed, "evaluate"),
     }
 

@@ -9,14 +9,19 @@ import pyarrow as pa
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
 from rlhf_core.config import Params, Run, load_run
-from rlhf_core.errors import DataError, ModelError, NumericError, StaleInput
+from rlhf_core.errors import DataError, NumericError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
 from rlhf_core.reward.passes import Passes, numbered
 from rlhf_core.reward.scores import append_scores, score_metrics, worst_tokens
-from rlhf_core.reward.sources import described_sources, reward_models, run_other_sources, run_reward_models
-from rlhf_core.reward.user_function import USER_REWARDS
-from rlhf_core.reward_config import PythonSource
+from rlhf_core.reward.sources import (
+    described_inputs,
+    described_models,
+    described_sources,
+    reward_models,
+    run_other_sources,
+    run_reward_models,
+)
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
 CHECKPOINTS, PROMPTS = Path("data/checkpoints"), Path("data/prompts")
@@ -132,28 +137,11 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     for source in sources[1:]:
         check_replayed(source, metadata)
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
-    metadata["reward_models"] = {}
-    for name, directory in reward_models(params.rewards, REWARD_MODEL).items():
-        metadata["reward_models"][name] = hash_reward_model(name, directory)
+    metadata["reward_models"] = described_models(params.rewards, REWARD_MODEL, group="rewards")
     inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
     inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
-    if any(isinstance(source, PythonSource) for source in params.rewards.values()):
-        inputs["user_rewards"] = hash_path(USER_REWARDS)
+    inputs |= described_inputs(params.rewards)
     return metadata | {"stage": "score", "inputs": inputs, "rewards": described_sources(params.rewards)}
-
-
-def hash_reward_model(name: str, directory: Path) -> str:
-    """Return the hash of a reward model's directory.
-
-    Raises:
-        ModelError: If it is no directory.
-    """
-    if not directory.is_dir():
-        raise ModelError(
-            f"rewards.{name}.path is {directory}, which is no directory; an id of the Hugging Face hub is not taken"
-            " here: download it (`hf download`) and give the directory"
-        )
-    return hash_path(directory)
 
 
 def check_replayed(source: Path, own: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ def main() -> None:
     named = f"all responses of {len(measured)} {'held-out' if held_out else 'training'} rows"
     save_normalisation(work / "model", mean=mean, std=std, measured_on=named)
     publish(work / "model", OUT)
-    metrics = ranking(held_out, found) | {"eval/score_mean": mean, "eval/score_std": std}
+    metrics = ranking(held_out, found) | {"eval/raw_score_mean": mean, "eval/raw_score_std": std}
     write_json(METRICS, metrics | counts(data, held_out, trained))
 
 

@@ -13,7 +13,14 @@ import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rlhf_core.artifacts.provenance import hash_tokenizer
-from rlhf_core.artifacts.schema import EVALUATIONS, PREFERENCES, PROMPTS, ROLLOUTS, advantages_schema, scores_schema
+from rlhf_core.artifacts.schema import (
+    PREFERENCES,
+    PROMPTS,
+    ROLLOUTS,
+    advantages_schema,
+    evaluations_schema,
+    scores_schema,
+)
 from rlhf_core.artifacts.shards import shard_name, write_shard
 
 PROJECT = Path(__file__).parents[1]
@@ -77,17 +84,24 @@ def build(
         key = str(step)
         meta = {**common, "iteration": key, "temperature": 0.7, "policy": f"{step:02x}" * 32, "vllm": "0.32.0"}
         evaluated = [_evaluated(row, step) for row in _rows(words, held_out, key, step, samples)]
-        _write(root / f"data/evaluations/iteration={key}", evaluated, EVALUATIONS, {**meta, "stage": "evaluate"})
-        judge = [row["score_judge"] for row in evaluated]
-        proxy = [row["score_reward_model"] for row in evaluated]
+        _write(
+            root / f"data/evaluations/iteration={key}",
+            evaluated,
+            evaluations_schema(["judge"]),
+            {**meta, "stage": "evaluate"},
+        )
+        judge = [row["score"] for row in evaluated]
+        proxy = [row["reward_model_score"] for row in evaluated]
         kl = [sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in evaluated]
         _metrics(
             root,
             "evaluate",
             key,
             {
-                "eval/judge_mean": float(np.mean(judge)),
-                "eval/judge_std": float(np.std(judge)),
+                "eval/score_mean": float(np.mean(judge)),
+                "eval/score_std": float(np.std(judge)),
+                "eval/score_judge_mean": float(np.mean(judge)),
+                "eval/score_judge_std": float(np.std(judge)),
                 "eval/reward_model_mean": float(np.mean(proxy)),
                 "eval/kl": float(np.mean(kl)),
                 "eval/finished": float(np.mean([row["finish_reason"] == "stop" for row in evaluated])),
@@ -200,7 +214,8 @@ def _evaluated(row: dict[str, Any], step: int) -> dict[str, Any]:
     good = row["finish_reason"] == "stop"
     spread = np.random.default_rng([7, step, len(row["response_ids"]), row["sample_index"]]).normal() * 0.1
     judge = (0.6 if good else -0.7) + spread
-    return {**row, **_logprobs(row, step), "score_judge": judge, "score_reward_model": 2 * judge + 0.4 * step}
+    scores = {"score_judge": judge, "score": judge, "reward_model_score": 2 * judge + 0.4 * step}
+    return {**row, **_logprobs(row, step), **scores}
 
 
 def _scored(row: dict[str, Any], step: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _IDS = pa.list_(pa.int32())
@@ -101,7 +101,7 @@ ALIGNED = (
 )
 
 # Columns in which a null says "unknown" or "none". Everywhere else a null, at any depth, is refused.
-NULLABLE = ("messages", "ground_truth", "margin", "agreement", "score_reward_model", "bootstrap_return")
+NULLABLE = ("messages", "ground_truth", "margin", "agreement", "reward_model_score", "bootstrap_return")
 
 
 def score_column(source: str) -> str:
@@ -126,13 +126,7 @@ def scores_schema(
         full_kl: Whether there is the full-vocabulary KL.
     """
     passes = [*_LOGPROBS, *(_FULL_KL if full_kl else []), *(_VALUES if critic else [])]
-    scores: list[tuple[str, pa.DataType]] = []
-    for name in sources:
-        scores.append((score_column(name), pa.float32()))
-        if name in outcomes:
-            scores.append((outcome_column(name), pa.string()))
-    extra = [*passes, *scores, ("score", pa.float32())]
-    return pa.schema([*ROLLOUTS, *(pa.field(*field) for field in extra)])
+    return pa.schema([*ROLLOUTS, *(pa.field(*field) for field in [*passes, *_source_columns(sources, outcomes)])])
 
 
 def advantages_schema(scores: pa.Schema) -> pa.Schema:
@@ -141,15 +135,26 @@ def advantages_schema(scores: pa.Schema) -> pa.Schema:
     return pa.schema([*scores.remove_metadata(), *(pa.field(*field) for field in extra)])
 
 
-EVALUATIONS = pa.schema(
-    [
-        *ROLLOUTS,
-        pa.field("logprobs", _FLOATS),  # [T], nats, under the evaluated policy
-        pa.field("ref_logprobs", _FLOATS),  # [T], nats, under the reference model
-        pa.field("score_judge", pa.float32()),  # the true reward: the demo's judge
-        pa.field("score_reward_model", pa.float32()),  # the proxy: the reward model
-    ]
-)
+def evaluations_schema(sources: list[str], *, outcomes: Collection[str] = ()) -> pa.Schema:
+    """Schema of data/evaluations: rollouts, logprobs under the evaluated policy and the reference, and the scores.
+
+    Args:
+        sources: Sources of evaluate.rewards, in order. Their weighted sum, score, is what policies are compared by.
+        outcomes: As for scores_schema.
+    """
+    reward_model = ("reward_model_score", pa.float32())  # the trained reward model, which PPO climbs; null without one
+    extra = [*_LOGPROBS, *_source_columns(sources, outcomes), reward_model]
+    return pa.schema([*ROLLOUTS, *(pa.field(*field) for field in extra)])
+
+
+def _source_columns(sources: list[str], outcomes: Collection[str]) -> list[tuple[str, pa.DataType]]:
+    """One column per reward source, its outcomes if it has any, and the weighted sum of all."""
+    columns: list[tuple[str, pa.DataType]] = []
+    for name in sources:
+        columns.append((score_column(name), pa.float32()))
+        if name in outcomes:
+            columns.append((outcome_column(name), pa.string()))
+    return [*columns, ("score", pa.float32())]
 
 
 def declared_types(names: list[str]) -> dict[str, pa.DataType]:
@@ -174,7 +179,7 @@ _BY_KEY = {
     "prompt_id": [PROMPTS],
     "pair_id": [PREFERENCES],
     "sample_id": [
-        EVALUATIONS,
+        evaluations_schema([]),
         pa.schema([pa.field(*field) for field in [*_LOGPROBS, *_FULL_KL, *_VALUES, *_ADVANTAGES, *_RETURNS]]),
     ],
 }

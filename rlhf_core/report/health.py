@@ -65,22 +65,22 @@ def health_table(rows: list[Row], reward_model: Row, gains: list[Gain]) -> list[
     Args:
         rows: Metrics of the iterations of one chain, oldest first; at least one.
         reward_model: Metrics of train_rm.
-        gains: Gain of judge score over the base model with its interval, one for each row.
+        gains: Gain of held-out score over the base model with its interval, one for each row.
 
     Returns:
         Rows in reading order: is it getting better, is it stable, can the numbers be trusted.
     """
     table = [_row(rows, *spec) for spec in _SPECS if spec[0] != "val/explained_variance" or _has_critic(rows)]
-    held_out = _column(rows, "eval/judge_mean")
+    held_out = _column(rows, "eval/score_mean")
     # Held-out rows come first: they are the answer; the others explain it.
     table.insert(
         0,
         _health(
-            "eval/judge_mean",
-            "held-out judge score",
+            "eval/score_mean",
+            "held-out score",
             "gain over the base model above 0, interval included",
             held_out,
-            judge_verdict(rows, gains),
+            held_out_verdict(rows, gains),
         ),
     )
     accuracy = reward_model.get("eval/accuracy")
@@ -265,7 +265,7 @@ def mismatch_verdict(rows: list[Row]) -> Verdict:
     return Verdict("ok", "sampler and trainer agree")
 
 
-def judge_verdict(rows: list[Row], gains: list[Gain]) -> Verdict:
+def held_out_verdict(rows: list[Row], gains: list[Gain]) -> Verdict:
     """Judge the held-out gain over the base model, and whether the reward model saw it the same way."""
     if not gains:
         return _unmeasured()
@@ -277,7 +277,7 @@ def judge_verdict(rows: list[Row], gains: list[Gain]) -> Verdict:
         return Verdict(
             "low",
             text
-            + (": the reward model's score rises while the judge's falls, so it is being exploited" if rising else ""),
+            + (": the reward model's score rises while this one falls, so it is being exploited" if rising else ""),
             "Raise advantages.kl_coef, roll back with prev, or train the reward model on more and newer pairs.",
         )
     if gain.low <= 0:

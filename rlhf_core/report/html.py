@@ -44,9 +44,9 @@ class Side:
 
     response: str
     finish_reason: str
-    judge: float  # of this response
+    score: float  # of this response
     reward_model: float | None  # None without a reward model
-    judge_mean: float  # over all samples of the prompt
+    mean: float  # score over all samples of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Comparison:
 
     prompt_id: str
     prompt: str
-    gain: float  # difference of the judge means
+    gain: float  # difference of the mean scores
     base: Side
     latest: Side
 
@@ -181,7 +181,7 @@ def figures(history: History) -> list[Figure]:
 
 
 def _outcome(history: History) -> list[Figure]:
-    """The gain with its interval, and proxy against true reward in two views."""
+    """The gain with its interval and, with a reward model, proxy against true reward in two views."""
     policies = [BASE_ITERATION, *history.chain]
     gains = [history.gains.get(name) for name in policies]
     gain = Series(
@@ -190,32 +190,34 @@ def _outcome(history: History) -> list[Figure]:
         [None if one is None else one.low for one in gains],
         [None if one is None else one.high for one in gains],
     )
-    proxy = Series("reward model (proxy)", _standardised(history, "reward_model"))
-    judge = Series("judge (true)", _standardised(history, "judge"))
-    evaluations = [history.evaluations[name] for name in policies]
+    gained = Figure(
+        "Held-out score, gain over the base model",
+        f"Mean over prompts with its {CONFIDENCE:.0%} interval (paired bootstrap). 0 is the base model.",
+        line_chart(policies, [gain], x_title="iteration", y_title="held-out score", band=(0.0, None)),
+    )
     points = [
-        Point(one.iteration, float(one.reward_model.mean()), float(one.judge.mean()))
-        for one in evaluations
+        Point(one.iteration, float(one.reward_model.mean()), float(one.scores.mean()))
+        for one in (history.evaluations[name] for name in policies)
         if one.reward_model is not None
     ]
+    if not points:
+        return [gained]
+    proxy = Series("reward model (proxy)", _standardised(history, "reward_model"))
+    true = Series("held-out score (true)", _standardised(history, "scores"))
     return [
-        Figure(
-            "Held-out judge score, gain over the base model",
-            f"Mean over prompts with its {CONFIDENCE:.0%} interval (paired bootstrap). 0 is the base model.",
-            line_chart(policies, [gain], x_title="iteration", y_title="judge score", band=(0.0, None)),
-        ),
+        gained,
         Figure(
             "Proxy against true reward, in standard deviations of the base model",
-            "Both scores as gain over the base model's mean. Where the reward model goes on rising and the judge does"
-            " not, the reward model is being exploited.",
-            line_chart(policies, [proxy, judge], x_title="iteration", y_title="gain, base std"),
-            (proxy.label, judge.label),
+            "Both scores as gain over the base model's mean. Where the reward model goes on rising and the held-out"
+            " score does not, the reward model is being exploited.",
+            line_chart(policies, [proxy, true], x_title="iteration", y_title="gain, base std"),
+            (proxy.label, true.label),
         ),
         Figure(
-            "Judge score against reward model score",
+            "Held-out score against reward model score",
             "One point for each policy, labelled with its iteration. Up and to the right is real progress; right alone"
             " is over-optimisation.",
-            path_chart(points, x_title="reward model mean", y_title="judge mean"),
+            path_chart(points, x_title="reward model mean", y_title="held-out score"),
         ),
     ]
 
@@ -230,7 +232,7 @@ def _over_iterations(history: History, curve: Curve) -> Figure:
 def comparisons(base: Evaluation, latest: Evaluation) -> dict[str, list[Comparison]]:
     """Choose held-out prompts to read: the best gains, the worst losses, and some at random.
 
-    A prompt's gain is the difference of its mean judge scores. The response shown is the one whose score is nearest to
+    A prompt's gain is the difference of its mean scores. The response shown is the one whose score is nearest to
     the prompt's mean, so that neither side shows its lucky sample. No prompt is shown twice.
 
     Args:
@@ -240,7 +242,7 @@ def comparisons(base: Evaluation, latest: Evaluation) -> dict[str, list[Comparis
     Returns:
         Heading -> comparisons; a heading without any is left out.
     """
-    gains = latest.judge - base.judge
+    gains = latest.scores - base.scores
     order = np.argsort(-gains, kind="stable")
     best = [int(index) for index in order[:BEST] if gains[index] > 0]
     worst = [int(index) for index in order[::-1][:WORST] if gains[index] < 0]
@@ -291,7 +293,8 @@ def lineage(evaluation: Evaluation) -> dict[str, Any]:
     for name in ("policy", "reference", "reward_model", "tokenizer"):
         if metadata.get(name) is not None:
             hashes.setdefault(name, str(metadata[name]))
-    known = {"inputs", "policy", "reference", "reward_model", "tokenizer", "iteration"}
+    hashes |= {f"reward_models/{name}": str(value) for name, value in (metadata.get("reward_models") or {}).items()}
+    known = {"inputs", "policy", "reference", "reward_model", "reward_models", "tokenizer", "iteration"}
     settings = {
         name: json.dumps(value, ensure_ascii=False, sort_keys=True)
         for name, value in sorted(metadata.items())
@@ -320,17 +323,17 @@ def _first_of_each(evaluation: Evaluation, column: str) -> list[str]:
 
 
 def _sides(evaluation: Evaluation) -> list[Side]:
-    """For each prompt the sample whose judge score is nearest to the prompt's mean; the first of equals."""
-    means = dict(zip(evaluation.prompt_ids, evaluation.judge.tolist(), strict=True))
+    """For each prompt the sample whose score is nearest to the prompt's mean; the first of equals."""
+    means = dict(zip(evaluation.prompt_ids, evaluation.scores.tolist(), strict=True))
     nearest: dict[str, tuple[float, dict[str, Any]]] = {}
     for row in evaluation.table.select(
-        ["prompt_id", "response", "finish_reason", "score_judge", "score_reward_model"]
+        ["prompt_id", "response", "finish_reason", "score", "reward_model_score"]
     ).to_pylist():
-        distance = abs(row["score_judge"] - means[row["prompt_id"]])
+        distance = abs(row["score"] - means[row["prompt_id"]])
         if row["prompt_id"] not in nearest or distance < nearest[row["prompt_id"]][0]:
             nearest[row["prompt_id"]] = (distance, row)
     rows = [(prompt_id, nearest[prompt_id][1]) for prompt_id in evaluation.prompt_ids]
     return [
-        Side(row["response"], row["finish_reason"], row["score_judge"], row["score_reward_model"], means[prompt_id])
+        Side(row["response"], row["finish_reason"], row["score"], row["reward_model_score"], means[prompt_id])
         for prompt_id, row in rows
     ]

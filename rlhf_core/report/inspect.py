@@ -78,7 +78,7 @@ def default_columns(available: Sequence[str], *, several_iterations: bool) -> li
         *(["iteration"] if several_iterations else []),
         *(name for name in ID_COLUMNS if name in available),
         *("split", "finish_reason"),
-        *(name for name in available if name == "score" or name.startswith("score_")),
+        *(name for name in available if name in ("score", "reward_model_score") or name.startswith("score_")),
         *("ranks", "margin", "agreement", "kl", "num_tokens", "response_length", "prompt", "response", "responses"),
     ]
     # prompt_id is part of sample_id.

@@ -31,8 +31,8 @@ EVALUATION_COLUMNS = [
     "prompt",
     "response",
     "finish_reason",
-    "score_judge",
-    "score_reward_model",
+    "score",
+    "reward_model_score",
 ]
 
 # With 10,000 resamples the ends of a 95% interval have a standard error of 0.7 % of its width.
@@ -61,7 +61,7 @@ class Evaluation:
     table: pa.Table
     metadata: dict[str, Any]
     prompt_ids: tuple[str, ...]
-    judge: np.ndarray  # [P] float64, mean judge score of each prompt
+    scores: np.ndarray  # [P] float64, mean score of each prompt
     reward_model: np.ndarray | None  # [P] float64, mean reward model score of each prompt; None without one
 
 
@@ -74,7 +74,7 @@ class History:
     previous: dict[str, str]  # iteration -> the iteration it starts from
     reward_model: Row
     evaluations: dict[str, Evaluation]  # "0" and the chain
-    gains: dict[str, Gain]  # of each iteration of the chain over the base model, judge score
+    gains: dict[str, Gain]  # of each iteration of the chain over the base model, held-out score
 
 
 def read_history(run: Run, root: Path) -> History:
@@ -93,9 +93,9 @@ def read_history(run: Run, root: Path) -> History:
     rows = {name: read_row(root, name) for name in [BASE_ITERATION, *run.iterations]}
     evaluations = {name: read_evaluation(root, name) for name in [BASE_ITERATION, *chain]}
     base = evaluations[BASE_ITERATION]
-    gains = {name: judge_gain(base, evaluations[name]) for name in chain}
+    gains = {name: held_out_gain(base, evaluations[name]) for name in chain}
     for name, gain in gains.items():
-        rows[name] |= {"eval/judge_gain": gain.mean, "eval/judge_gain_low": gain.low, "eval/judge_gain_high": gain.high}
+        rows[name] |= {"eval/score_gain": gain.mean, "eval/score_gain_low": gain.low, "eval/score_gain_high": gain.high}
     return History(
         chain=chain,
         rows=rows,
@@ -169,11 +169,11 @@ def read_evaluation(root: Path, iteration: str) -> Evaluation:
     table = read_table(directory, EVALUATION_COLUMNS)
     if table.num_rows == 0:
         raise ArtifactError(f"{directory}: no rows; expected at least one held-out response")
-    names, judge = prompt_means(table, "score_judge")
+    names, scores = prompt_means(table, "score")
     # Null in every row where no reward model was trained.
-    has_reward_model = table.column("score_reward_model").null_count == 0
-    reward_model = prompt_means(table, "score_reward_model")[1] if has_reward_model else None
-    return Evaluation(iteration, table, read_metadata(directory), names, judge, reward_model)
+    has_reward_model = table.column("reward_model_score").null_count == 0
+    reward_model = prompt_means(table, "reward_model_score")[1] if has_reward_model else None
+    return Evaluation(iteration, table, read_metadata(directory), names, scores, reward_model)
 
 
 def prompt_means(table: pa.Table, column: str) -> tuple[tuple[str, ...], np.ndarray]:
@@ -195,8 +195,8 @@ def prompt_means(table: pa.Table, column: str) -> tuple[tuple[str, ...], np.ndar
     return tuple(str(name) for name in names[order]), means[order]
 
 
-def judge_gain(base: Evaluation, policy: Evaluation) -> Gain:
-    """Return the gain of judge score over the base model, paired by prompt.
+def held_out_gain(base: Evaluation, policy: Evaluation) -> Gain:
+    """Return the gain of held-out score over the base model, paired by prompt.
 
     Raises:
         RowMismatch: If the two evaluations are not of the same prompts.
@@ -209,7 +209,7 @@ def judge_gain(base: Evaluation, policy: Evaluation) -> Gain:
             "run `dvc repro`, which evaluates all on the same ones"
         )
     seed = derive_seed(BOOTSTRAP_SEED, "report", "bootstrap", policy.iteration)
-    return paired_gain(base.judge, policy.judge, seed=seed, resamples=RESAMPLES, confidence=CONFIDENCE)
+    return paired_gain(base.scores, policy.scores, seed=seed, resamples=RESAMPLES, confidence=CONFIDENCE)
 
 
 def paired_gain(base: np.ndarray, policy: np.ndarray, *, seed: int, resamples: int, confidence: float) -> Gain:
@@ -247,15 +247,15 @@ def summary(history: History) -> dict[str, float]:
     """Return what `dvc metrics show` and `dvc exp show` print in one line: the last iteration and its gain.
 
     Returns:
-        Every metric of the last iteration of the main chain, the gain of judge score over the base model with its
-        interval, eval/judge_base, eval/judge_final, and the number of iterations on the chain.
+        Every metric of the last iteration of the main chain, the gain of held-out score over the base model with its
+        interval, eval/score_base, eval/score_final, and the number of iterations on the chain.
     """
     last = history.chain[-1] if history.chain else BASE_ITERATION
     content = {name: value for name, value in history.rows[last].items() if value is not None}
     return content | {
         "iterations": len(history.chain),
-        "eval/judge_base": float(history.evaluations[BASE_ITERATION].judge.mean()),
-        "eval/judge_final": float(history.evaluations[last].judge.mean()),
+        "eval/score_base": float(history.evaluations[BASE_ITERATION].scores.mean()),
+        "eval/score_final": float(history.evaluations[last].scores.mean()),
     }
 
 

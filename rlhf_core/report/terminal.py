@@ -17,7 +17,7 @@ _BLOCKS = ("prompt", "response", "responses")
 # Characters of a text in a table cell; --json prints all of it.
 _CELL = 120
 ITERATION_METRICS = {
-    "eval/judge_mean": "judge\nheld-out",
+    "eval/score_mean": "score\nheld-out",
     "eval/reward_model_mean": "reward model\nheld-out",
     "eval/kl": "KL, nats\nheld-out",
     "eval/finished": "finished\nheld-out",

@@ -1,12 +1,11 @@
 """The demo's judge: a fixed, documented rule that stands for the true reward. Pure Python, no model.
 
-It is what the demo's preference pairs are labelled with and what held-out responses are evaluated by, so that the
-reward model (the proxy) and the true reward can be told apart.
+It is what the demo's preference pairs are labelled with and, as a source of evaluate.rewards, what held-out responses
+are evaluated by, so that the reward model (the proxy) and the true reward can be told apart.
 """
 
 import re
 from functools import cache
-from typing import Any
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -42,11 +41,6 @@ def judge(response: str, finish_reason: str) -> float:
         raise DataError(f"finish_reason is {finish_reason!r}: expected stop or length")
     sentiment = float(_analyzer().polarity_scores(response)["compound"])
     return sentiment - (0.0 if is_finished(response, finish_reason) else UNFINISHED_PENALTY)
-
-
-def judge_rows(rows: list[dict[str, Any]], shard: str, where: str) -> list[float]:
-    """Return the judge's score of every row of a shard."""
-    return [judge(row["response"], row["finish_reason"]) for row in rows]
 
 
 def is_finished(response: str, finish_reason: str) -> bool:

@@ -1,7 +1,7 @@
 """The columns that the score stage appends, their weighted sum, and its metrics."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,27 @@ def append_scores(
     columns = {name: ragged_array(values, offsets, pa.float32()) for name, values in per_token.items()}
     if critic:
         columns["bootstrap_value"] = pa.array(passes.result("bootstrap_value", shard), pa.float32())
-    total, outcomes = np.zeros(table.num_rows, np.float64), []
+    found, outcomes = source_columns(shard, passes, rewards, rows=table.num_rows)
+    for name, column in {**columns, **found}.items():
+        table = table.append_column(name, column)
+    return table.cast(scores_schema(list(rewards), critic=critic, full_kl=full_kl, outcomes=outcomes))
+
+
+def source_columns(
+    shard: str, passes: Passes, rewards: Mapping[str, float], *, rows: int
+) -> tuple[dict[str, pa.Array], list[str]]:
+    """Return a shard's scores by source, outcomes of those that have any, and score; and the sources with outcomes.
+
+        score = sum over sources of weight * score_source
+
+    Args:
+        shard: Its name, by which the passes stored their results.
+        passes: After those of the sources ran.
+        rewards: Weight of each source.
+        rows: Of the shard.
+    """
+    columns: dict[str, pa.Array] = {}
+    total, outcomes = np.zeros(rows, np.float64), []
     for source, weight in rewards.items():
         scores = passes.result(score_column(source), shard)
         columns[score_column(source)] = pa.array(scores, pa.float32())
@@ -47,9 +67,7 @@ def append_scores(
             columns[outcome_column(source)] = pa.array(ended, pa.string())
             outcomes.append(source)
     columns["score"] = pa.array(total.astype(np.float32))
-    for name, column in columns.items():
-        table = table.append_column(name, column)
-    return table.cast(scores_schema(list(rewards), critic=critic, full_kl=full_kl, outcomes=outcomes))
+    return columns, outcomes
 
 
 def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float]) -> dict[str, float]:
@@ -72,18 +90,31 @@ def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str
         metrics["objective/kl"] = sequence_mean(logprobs.astype(np.float64) - ref_logprobs, offsets)
         metrics["objective/entropy"] = sequence_mean(-logprobs.astype(np.float64), offsets)
         metrics["objective/scores"], metrics["objective/scores_std"] = mean_and_std(own["score"].to_numpy())
-        for source in rewards:
-            mean, std = mean_and_std(own[score_column(source)].to_numpy())
-            metrics |= {f"score/{source}_mean": mean, f"score/{source}_std": std}
-            if outcome_column(source) in own.column_names:
-                ended = Counter(own[outcome_column(source)].to_pylist())
-                metrics |= {f"score/{source}_{kind}": count for kind, count in sorted(ended.items())}
+        metrics |= source_metrics(own, rewards, "score/")
         if "full_kl" in own.column_names:
             metrics["objective/full_kl"] = sequence_mean(ragged(own["full_kl"])[0], offsets)
     if replayed is not None:
         measured = mismatch(ragged(replayed["sampler_logprobs"])[0], ragged(replayed["logprobs"])[0])
         metrics["replay/responses"] = replayed.num_rows
         metrics |= {f"replay/{name}": measured[name] for name in ("k3", "ess")}
+    return metrics
+
+
+def source_metrics(table: pa.Table, sources: Iterable[str], prefix: str) -> dict[str, float]:
+    """Return mean and deviation of each source's scores, and how often its programs ended in which way.
+
+    Args:
+        table: At least one row, with the columns of source_columns.
+        sources: Their names.
+        prefix: Of the metrics' names, before the source's.
+    """
+    metrics: dict[str, float] = {}
+    for source in sources:
+        mean, std = mean_and_std(table[score_column(source)].to_numpy())
+        metrics |= {f"{prefix}{source}_mean": mean, f"{prefix}{source}_std": std}
+        if outcome_column(source) in table.column_names:
+            ended = Counter(table[outcome_column(source)].to_pylist())
+            metrics |= {f"{prefix}{source}_{kind}": count for kind, count in sorted(ended.items())}
     return metrics
 
 

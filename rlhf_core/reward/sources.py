@@ -1,12 +1,13 @@
-"""From the `rewards` group of params.yaml to passes over the rows: what scores them, by kind."""
+"""From `rewards` and `evaluate.rewards` of params.yaml to passes over the rows: what scores them, by kind."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.schema import score_column
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.ranges import Section
 from rlhf_core.reward import answers, rules
 from rlhf_core.reward.code import code_scores
@@ -17,7 +18,7 @@ from rlhf_core.reward.passes import Passes
 from rlhf_core.reward.rows import Row
 from rlhf_core.reward.sandbox import Limits
 from rlhf_core.reward.service import open_service
-from rlhf_core.reward.user_function import call_function, load_function
+from rlhf_core.reward.user_function import USER_REWARDS, call_function, load_function
 from rlhf_core.reward_config import (
     TRANSPORT,
     CodeSource,
@@ -42,11 +43,50 @@ def described_sources(rewards: Mapping[str, Section]) -> dict[str, dict[str, Any
     return {name: source.model_dump(exclude=set(TRANSPORT)) for name, source in rewards.items()}
 
 
+def described_inputs(rewards: Mapping[str, Section]) -> dict[str, str]:
+    """Return the hash of user_rewards/ where a source is a function in it; else nothing."""
+    has_function = any(isinstance(source, PythonSource) for source in rewards.values())
+    return {"user_rewards": hash_path(USER_REWARDS)} if has_function else {}
+
+
+def described_models(rewards: Mapping[str, Section], trained: Path, *, group: str) -> dict[str, str]:
+    """Return the hash of the directory of each source that is a reward model.
+
+    Args:
+        rewards: As for reward_models.
+        trained: The same.
+        group: Where params.yaml has them, for messages.
+
+    Raises:
+        ModelError: If one is no directory.
+    """
+    found = {}
+    for name, directory in reward_models(rewards, trained).items():
+        if not directory.is_dir():
+            raise ModelError(
+                f"{group}.{name}.path is {directory}, which is no directory; an id of the Hugging Face hub is not taken"
+                " here: download it (`hf download`) and give the directory"
+            )
+        found[name] = hash_path(directory)
+    return found
+
+
+def check_functions(rewards: Mapping[str, Section]) -> None:
+    """Import each source that is a function, so that a mistake shows before anything expensive runs.
+
+    Raises:
+        ConfigError: If one cannot be imported.
+    """
+    for source in rewards.values():
+        if isinstance(source, PythonSource):
+            load_function(source.function)
+
+
 def reward_models(rewards: Mapping[str, Section], trained: Path) -> dict[str, Path]:
     """Return the directory of each source that is a reward model.
 
     Args:
-        rewards: Of params.yaml.
+        rewards: A map of sources of params.yaml.
         trained: What a null path stands for.
     """
     return {
@@ -72,7 +112,7 @@ def run_other_sources(passes: Passes, rewards: Mapping[str, Section]) -> None:
 
     Args:
         passes: Where to, as for run_reward_models.
-        rewards: Of params.yaml.
+        rewards: As for reward_models.
     """
     others = [(name, source) for name, source in rewards.items() if not isinstance(source, RewardModelSource)]
     for name, source in sorted(others, key=lambda item: isinstance(item[1], HttpSource | LlmJudgeSource)):

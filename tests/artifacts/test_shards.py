@@ -91,9 +91,9 @@ def test_round_trip_keeps_rows_types_and_empty_lists(rollouts: Path) -> None:
 
 
 def test_metadata_is_plain_json_under_one_key_with_the_schema_version(rollouts: Path) -> None:
-    assert read_metadata(rollouts) == {**METADATA, "schema_version": 2}
+    assert read_metadata(rollouts) == {**METADATA, "schema_version": 3}
     raw = pq.read_metadata(rollouts / "part-00000.parquet").metadata[b"rlhf"]
-    assert json.loads(raw) == {**METADATA, "schema_version": 2}
+    assert json.loads(raw) == {**METADATA, "schema_version": 3}
 
 
 def test_same_content_gives_same_bytes_whatever_the_column_order_and_chunks(tmp_path: Path) -> None:

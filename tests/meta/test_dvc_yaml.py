@@ -45,8 +45,9 @@ def test_nothing_expensive_runs_before_the_check_of_parameters(name: str) -> Non
     assert "data/.checks/config.ok" in STAGES[name]["deps"]
 
 
-def test_a_person_s_reward_functions_are_seen_by_score_but_not_their_bytecode() -> None:
-    assert [name for name, stage in STAGES.items() if "user_rewards" in stage["deps"]] == ["score"]
+def test_a_person_s_reward_functions_are_seen_by_what_scores_but_not_their_bytecode() -> None:
+    seen_by = [name for name, stage in STAGES.items() if "user_rewards" in stage["deps"]]
+    assert seen_by == ["score", "evaluate_base", "evaluate"]
     assert "__pycache__/" in (ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines()
 
 

@@ -67,7 +67,7 @@ def test_git_sees_metrics_and_the_lock_but_no_artifacts(first: tuple[Repro, dict
 
 def test_metrics_are_shown(first: tuple[Repro, dict[str, str]], project: Path) -> None:
     shown = run(project, "dvc", "metrics", "show").stdout
-    for name in ("objective/kl", "policy/clipfrac_avg", "eval/judge_mean", "eval/accuracy"):
+    for name in ("objective/kl", "policy/clipfrac_avg", "eval/score_mean", "eval/accuracy"):
         assert name in shown
 
 

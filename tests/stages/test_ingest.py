@@ -88,7 +88,7 @@ def test_metadata_holds_the_hash_of_the_own_source_only(project):
     tokenizer = hash_tokenizer(stage.POLICY)
     for directory, name in ((PROMPTS, "prompts"), (PAIRS, "preferences")):
         assert read_metadata(directory) == {
-            "schema_version": 2,
+            "schema_version": 3,
             "stage": "ingest",
             "inputs": {name: hash_path(Path(f"data/raw/{name}.jsonl"))},
             "tokenizer": tokenizer,

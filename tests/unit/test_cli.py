@@ -155,12 +155,12 @@ def test_ctrl_c_leaves_a_valid_file(project: Path) -> None:
 RUNS = """
 import json, pathlib
 from ruamel.yaml import YAML
-judge = {judge}
+scores = {scores}
 for name in ["0", *YAML(typ="safe").load(pathlib.Path("iterations.yaml"))["iterations"]]:
     for stage in ("rollout", "score", "advantages", "ppo_update", "evaluate"):
         path = pathlib.Path(f"data/metrics/{{stage}}/{{name}}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {{"eval/judge_mean": judge[int(name)]}} if stage == "evaluate" else {{f"{{stage}}/x": 1.0}}
+        content = {{"eval/score_mean": scores[int(name)]}} if stage == "evaluate" else {{f"{{stage}}/x": 1.0}}
         path.write_text(json.dumps(content))
 with open("runs", "a") as log:
     log.write(name + " ")
@@ -168,7 +168,7 @@ with open("runs", "a") as log:
 
 
 @pytest.mark.parametrize(
-    "judge, options, runs, words",
+    "scores, options, runs, words",
     [
         # Best at iteration 4; 5 and 6 bring no new best.
         (
@@ -183,12 +183,12 @@ with open("runs", "a") as log:
             [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
             ["--max", "2"],
             "3 4 5 ",
-            "2 iterations added and eval/judge_mean may still rise",
+            "2 iterations added and eval/score_mean may still rise",
         ),
     ],
 )
-def test_until_converged(project: Path, judge: list[float], options: list[str], runs: str, words: str) -> None:
-    fake_dvc(project, RUNS.format(judge=judge))
+def test_until_converged(project: Path, scores: list[float], options: list[str], runs: str, words: str) -> None:
+    fake_dvc(project, RUNS.format(scores=scores))
     found = rlhf("iterate", "--until-converged", *options, root=project)
     assert found.returncode == 0, found.stderr
     assert (project / "runs").read_text() == runs
@@ -197,7 +197,7 @@ def test_until_converged(project: Path, judge: list[float], options: list[str], 
 
 
 def test_until_converged_from_an_earlier_iteration(project: Path) -> None:
-    fake_dvc(project, RUNS.format(judge=[0.0, 0.1, 0.9, 0.9, 0.2, 0.15, 0.1]))
+    fake_dvc(project, RUNS.format(scores=[0.0, 0.1, 0.9, 0.9, 0.2, 0.15, 0.1]))
     found = rlhf("iterate", "--until-converged", "--prev", "1", "--patience", "2", root=project)
     assert found.returncode == 0, found.stderr
     # The chain is 0 1 4 5 6: its best is 4, and two without a new best follow.
@@ -212,10 +212,10 @@ def test_until_converged_stops_when_a_run_fails(project: Path) -> None:
 
 
 def test_unknown_metric_names_the_ones_there_are(project: Path) -> None:
-    fake_dvc(project, RUNS.format(judge=[0.0] * 9))
-    found = rlhf("iterate", "--until-converged", "--metric", "eval/jugde", root=project)
+    fake_dvc(project, RUNS.format(scores=[0.0] * 9))
+    found = rlhf("iterate", "--until-converged", "--metric", "eval/scroe", root=project)
     assert found.returncode == 1
-    assert "iteration 1 has no metric eval/jugde; it has eval/judge_mean" in found.stderr
+    assert "iteration 1 has no metric eval/scroe; it has eval/score_mean" in found.stderr
 
 
 @pytest.mark.parametrize(

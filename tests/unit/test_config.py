@@ -38,6 +38,11 @@ def with_rewards(value: str, text: str = PARAMS) -> str:
     return f"{before}\nrewards: {value}\n\nscore:" + rest.split("\nscore:", 1)[1]
 
 
+def with_held_out(value: str, text: str = PARAMS) -> str:
+    """params.yaml with another map evaluate.rewards, which is its last key."""
+    return text.rsplit("\n  rewards:", 1)[0] + f"\n  rewards: {value}\n"
+
+
 def load(tmp_path: Path, params: str = PARAMS, iterations: str = TWO) -> Run:
     (tmp_path / "params.yaml").write_text(params, encoding="utf-8")
     (tmp_path / "iterations.yaml").write_text(iterations, encoding="utf-8")
@@ -212,6 +217,9 @@ def test_reward_model_without_preferences_is_refused(tmp_path: Path) -> None:
     params = with_value("ingest", "preferences", "null", with_rewards(source.format("null")))
     assert "rewards.rm is the trained reward model, but ingest.preferences is null" in one_problem(tmp_path, params)
     load(tmp_path, with_value("ingest", "preferences", "null", with_rewards(source.format("models/mine"))))
+    other = with_rewards(source.format("models/mine"), with_held_out(source.format("null")))
+    found = one_problem(tmp_path, with_value("ingest", "preferences", "null", other))
+    assert "evaluate.rewards.rm is the trained reward model, but ingest.preferences is null" in found
 
 
 def test_remote_code_needs_a_revision(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ val/num_eos_tokens score/responses objective/non_score_reward objective/rlhf_rew
 advantages/mean advantages/std returns/mean returns/std values/mean val/explained_variance advantages/tokens
 advantages/empty_responses policy/approxkl_avg policy/approxkl_k3_avg policy/clipfrac_avg policy/entropy_avg
 loss/policy_avg loss/value_avg val/clipfrac_avg val/ratio val/ratio_var policy/max_first_ratio_error grad_norm_avg lr
-optimizer_steps episode val/explained_variance_after eval/judge_mean eval/judge_std eval/reward_model_mean
-eval/finished eval/kl eval/response_length_mean eval/responses eval/prompts eval/judge_gain eval/judge_gain_low
-eval/judge_gain_high iterations eval/judge_base eval/judge_final
+optimizer_steps episode val/explained_variance_after eval/score_mean eval/score_std eval/reward_model_mean
+eval/finished eval/kl eval/response_length_mean eval/responses eval/prompts eval/score_gain eval/score_gain_low
+eval/score_gain_high iterations eval/score_base eval/score_final
 """.split()  # noqa: SIM905 - a block of names reads better than a list
 )
 
@@ -78,7 +78,7 @@ SCORES = schema.scores_schema(["<source>"], full_kl=True)
         ("data/rollouts", schema.ROLLOUTS, 0),
         ("data/scores", SCORES, len(schema.ROLLOUTS)),
         ("data/advantages", schema.advantages_schema(SCORES), len(SCORES)),
-        ("data/evaluations", schema.EVALUATIONS, len(schema.ROLLOUTS)),
+        ("data/evaluations", schema.evaluations_schema(["<source>"]), len(schema.ROLLOUTS)),
     ],
 )
 def test_every_column_is_documented_in_order(heading: str, expected: pa.Schema, above: int) -> None:

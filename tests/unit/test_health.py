@@ -137,7 +137,7 @@ def test_reward_model_against_length(baseline: float, status: str) -> None:
     ],
 )
 def test_held_out_gain(gains: list[Gain], proxy: list[float], status: str, words: str) -> None:
-    verdict = health.judge_verdict(rows("eval/reward_model_mean", *proxy), gains)
+    verdict = health.held_out_verdict(rows("eval/reward_model_mean", *proxy), gains)
     assert verdict.status == status
     assert words in verdict.note
 
@@ -160,11 +160,11 @@ def test_trend(values: list[float | None], word: str) -> None:
 def test_table_has_every_row_and_advice_only_where_something_is_wrong() -> None:
     row: Row = {
         "objective/scores": 0.1, "objective/kl": 0.0, "policy/clipfrac_avg": 0.5, "val/ratio": 1.0,
-        "objective/entropy": 30.0, "val/explained_variance": 0.1, "mismatch/k3": 0.0, "eval/judge_mean": 0.3,
+        "objective/entropy": 30.0, "val/explained_variance": 0.1, "mismatch/k3": 0.0, "eval/score_mean": 0.3,
     }  # fmt: skip
     table = health.health_table([row], {}, [Gain(0.1, 0.05, 0.2)])
     assert [entry.metric for entry in table] == [
-        "eval/judge_mean", "objective/scores", "objective/kl", "policy/clipfrac_avg", "val/ratio", "objective/entropy",
+        "eval/score_mean", "objective/scores", "objective/kl", "policy/clipfrac_avg", "val/ratio", "objective/entropy",
         "val/explained_variance", "mismatch/k3", "eval/accuracy",
     ]  # fmt: skip
     assert {entry.status for entry in table} == {"ok", "watch", "high"}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlhf_core.artifacts.schema import EVALUATIONS
 from rlhf_core.artifacts.shards import read_metadata, read_table, write_shard
 from rlhf_core.config import load_run
 from rlhf_core.report.html import comparisons, plain_prompts, render
@@ -113,7 +112,7 @@ def test_completions_are_the_extremes_and_a_seeded_rest(root: Path) -> None:
     history = read_history(load_run(root), root)
     base, latest = history.evaluations["0"], history.evaluations["3"]
     chosen = comparisons(base, latest)
-    gains = {name: latest.judge[i] - base.judge[i] for i, name in enumerate(base.prompt_ids)}
+    gains = {name: latest.scores[i] - base.scores[i] for i, name in enumerate(base.prompt_ids)}
     best = [pair.prompt_id for pair in chosen["Best gains"]]
     assert best == sorted(gains, key=lambda name: -gains[name])[:5]
     shown = [pair.prompt_id for pairs in chosen.values() for pair in pairs]
@@ -127,10 +126,10 @@ def test_the_response_shown_is_the_one_nearest_to_its_prompts_mean(root: Path) -
     base = history.evaluations["0"]
     for pairs in comparisons(base, history.evaluations["3"]).values():
         for pair in pairs:
-            scores = [row["score_judge"] for row in base.table.to_pylist() if row["prompt_id"] == pair.prompt_id]
+            scores = [row["score"] for row in base.table.to_pylist() if row["prompt_id"] == pair.prompt_id]
             mean = sum(scores) / len(scores)
-            assert pair.base.judge_mean == pytest.approx(mean, abs=1e-6)
-            assert abs(pair.base.judge - mean) == pytest.approx(min(abs(score - mean) for score in scores), abs=1e-6)
+            assert pair.base.mean == pytest.approx(mean, abs=1e-6)
+            assert abs(pair.base.score - mean) == pytest.approx(min(abs(score - mean) for score in scores), abs=1e-6)
 
 
 def test_losses_are_shown_when_there_are_any(root: Path) -> None:
@@ -235,9 +234,9 @@ def without_reward_model(root: Path) -> Path:
     for key in "0123":
         path = root / f"data/evaluations/iteration={key}"
         table = read_table(path)
-        column = table.schema.get_field_index("score_reward_model")
-        table = table.set_column(column, EVALUATIONS.field(column), pa.nulls(table.num_rows, pa.float32()))
-        write_shard(path / "part-00000.parquet", table, EVALUATIONS, read_metadata(path))
+        column = table.schema.get_field_index("reward_model_score")
+        table = table.set_column(column, "reward_model_score", pa.nulls(table.num_rows, pa.float32()))
+        write_shard(path / "part-00000.parquet", table, table.schema, read_metadata(path))
         metrics = root / f"data/metrics/evaluate/{key}.json"
         content = json.loads(metrics.read_text())
         del content["eval/reward_model_mean"]
@@ -252,5 +251,5 @@ def test_page_without_a_reward_model(tmp_path: Path) -> None:
     assert history.evaluations["0"].reward_model is None
     page = render(history)
     assert "None was trained" in page
-    assert "reward model –" in page  # beside each response
+    assert "reward model –" not in page and "Proxy against true reward" not in page
     assert "eval/accuracy" not in page

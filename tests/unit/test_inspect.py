@@ -167,6 +167,9 @@ def test_default_columns(run: Path) -> None:
         "iteration", "sample_id", "finish_reason", "score_reward_model", "score", "kl", "num_tokens", "response_length",
         "prompt", "response",
     ]  # fmt: skip
+    available = column_names(sources(run / "data/evaluations/iteration=1")[0])
+    shown = default_columns(available, several_iterations=False)
+    assert shown[1:5] == ["finish_reason", "score_judge", "score", "reward_model_score"]
 
 
 def test_filter_sort_and_limit_agree_with_plain_python(run: Path) -> None:

@@ -82,16 +82,16 @@ def test_summary_and_csv_of_a_run(tmp_path: Path) -> None:
     last = json.loads((root / "data/metrics/score/3.json").read_text())
     assert found["objective/kl"] == last["objective/kl"]
     assert found["iterations"] == 3
-    # eval/judge_mean averages responses, judge_base and judge_final prompts; the same with equal samples a prompt.
-    base = json.loads((root / "data/metrics/evaluate/0.json").read_text())["eval/judge_mean"]
-    assert found["eval/judge_base"] == pytest.approx(base, abs=1e-6)
-    assert found["eval/judge_final"] - found["eval/judge_base"] == pytest.approx(found["eval/judge_gain"], abs=1e-12)
-    assert found["eval/judge_gain_low"] < found["eval/judge_gain"] < found["eval/judge_gain_high"]
+    # eval/score_mean averages responses, score_base and score_final prompts; the same with equal samples a prompt.
+    base = json.loads((root / "data/metrics/evaluate/0.json").read_text())["eval/score_mean"]
+    assert found["eval/score_base"] == pytest.approx(base, abs=1e-6)
+    assert found["eval/score_final"] - found["eval/score_base"] == pytest.approx(found["eval/score_gain"], abs=1e-12)
+    assert found["eval/score_gain_low"] < found["eval/score_gain"] < found["eval/score_gain_high"]
     rows = list(csv.DictReader(io.StringIO(iterations_csv(history))))
     assert [row["iteration"] for row in rows] == ["1", "2", "3"]
     assert [row["prev"] for row in rows] == ["0", "1", "2"]
     assert float(rows[2]["objective/kl"]) == last["objective/kl"]
-    assert float(rows[2]["eval/judge_gain"]) == found["eval/judge_gain"]
+    assert float(rows[2]["eval/score_gain"]) == found["eval/score_gain"]
     assert next(iter(rows[0])) == "iteration"
 
 
@@ -100,8 +100,8 @@ def test_without_iterations_only_the_base_model_is_summarised(tmp_path: Path) ->
     (root / "iterations.yaml").write_text("iterations: {}\n")
     found = summary(read_history(load_run(root), root))
     assert found["iterations"] == 0
-    assert found["eval/judge_base"] == found["eval/judge_final"]
-    assert "eval/judge_gain" not in found
+    assert found["eval/score_base"] == found["eval/score_final"]
+    assert "eval/score_gain" not in found
 
 
 def test_missing_metric_file_names_the_file_and_the_remedy(tmp_path: Path) -> None:

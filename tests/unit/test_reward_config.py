@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from rlhf_core import reward_config
 from rlhf_core.reward_config import KINDS, TRANSPORT
-from tests.unit.test_config import load, one_problem, problems, with_rewards
+from tests.unit.test_config import PARAMS, load, one_problem, problems, with_held_out, with_rewards
 
 HTTP = "{kind: http, weight: 1.0, url: '%s', batch_size: 8, timeout_s: 5, retries: 2, backoff_s: 1, auth_env: %s}"
 LLM = (
@@ -45,8 +45,8 @@ EVERY_KIND = [
 
 @pytest.mark.parametrize("source", EVERY_KIND)
 def test_every_kind_is_accepted_as_documented(tmp_path: Path, source: str) -> None:
-    rewards = load(tmp_path, with_rewards(f"{{x_1: {source}}}")).params.rewards
-    assert rewards["x_1"].kind in source
+    params = load(tmp_path, with_rewards(f"{{x_1: {source}}}", with_held_out(f"{{x_2: {source}}}"))).params
+    assert params.rewards["x_1"] == params.evaluate.rewards["x_2"] and params.rewards["x_1"].kind in source
 
 
 def test_every_kind_is_tried_here() -> None:
@@ -126,6 +126,28 @@ def test_a_misspelt_key_of_a_source_is_named_with_the_nearest_one(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize(
+    "rewards, message",
+    [
+        ("{x: {kind: jugde, weight: 1.0}}", "evaluate.rewards.x.kind is 'jugde': expected reward_model"),
+        ("{x: {weight: 1.0}}", "missing key evaluate.rewards.x.kind: expected reward_model"),
+        ("{x: {kind: judge}}", "missing key evaluate.rewards.x.weight"),
+        ("{a-b: {kind: judge, weight: 1}}", "evaluate.rewards.a-b: expected a name of 1 to 64"),
+        (
+            "{x: {kind: length, weight: 1, min_tokens: 9, max_tokens: 8, falloff_tokens: 1}}",
+            "evaluate.rewards.x: min_tokens (9) must not be above max_tokens (8)",
+        ),
+        (
+            "{x: {kind: judge, weight: 1, wieght: 2}}",
+            "unknown key evaluate.rewards.x.wieght (did you mean weight?)",
+        ),
+        ("{}", "evaluate.rewards is {}: dictionary should have at least 1"),
+    ],
+)
+def test_held_out_sources_are_refused_in_the_same_words(tmp_path: Path, rewards: str, message: str) -> None:
+    assert one_problem(tmp_path, with_held_out(rewards)).startswith(f"params.yaml: {message}")
+
+
 def test_rewards_under_score_are_an_unknown_key(tmp_path: Path) -> None:
     params = with_rewards("{x: {kind: judge, weight: 1.0}}").replace("\nscore:", "\nscore:\n  rewards: {judge: 1.0}")
     assert "unknown key score.rewards" in one_problem(tmp_path, params)
@@ -138,7 +160,9 @@ PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8
 
 @pytest.mark.parametrize("block", re.findall(r"(?s)```yaml\n(.*?)```", PAGE))
 def test_the_examples_of_the_page_are_valid(tmp_path: Path, block: str) -> None:
-    assert load(tmp_path, with_rewards(block.removeprefix("rewards:"))).params.rewards
+    rewards, _, held_out = block.removeprefix("rewards:").partition("evaluate:\n  rewards:")
+    text = with_held_out(held_out) if held_out else PARAMS
+    assert load(tmp_path, with_rewards(rewards, text)).params.rewards
 
 
 @pytest.mark.parametrize("kind", KINDS)
