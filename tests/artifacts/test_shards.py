@@ -376,7 +376,7 @@ def test_a_wrong_dtype_is_named(rollouts: Path) -> None:
 def test_another_schema_version_is_refused(rollouts: Path) -> None:
     path = rollouts / "part-00001.parquet"
     rewrite(path, pq.read_table(path, partitioning=None), {**METADATA, "schema_version": 99})
-    with pytest.raises(SchemaMismatch, match=r"part-00001.parquet: schema version 99; this code reads version 2"):
+    with pytest.raises(SchemaMismatch, match=r"part-00001.parquet: schema version 99; this code reads version 3"):
         read_table(rollouts)
 
 

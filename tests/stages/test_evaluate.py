@@ -6,7 +6,6 @@ lost on its way from data/prompts; sampling again after a source failed; functio
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -147,17 +146,16 @@ def fails(*_):
     raise DataError("ground_truth is odd")
 
 
-def test_a_function_is_imported_before_anything_is_sampled_and_its_files_are_in_the_lineage(sampled, monkeypatch):
-    monkeypatch.syspath_prepend(Path())
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    Path("user_rewards").mkdir()
-    Path("user_rewards/held_out.py").write_text("def f(rows):\n    return [len(r['response']) for r in rows]\n")
-    source = {"kind": "python", "weight": 1.0, "function": "held_out:g"}
+def test_a_function_is_imported_before_anything_is_sampled_and_its_files_are_in_the_lineage(
+    sampled, monkeypatch, function
+):
+    function("return [len(r['response']) for r in rows]")
+    source = {"kind": "python", "weight": 1.0, "function": "mine:g"}
     change("evaluate", rewards={"mine": source})
-    with pytest.raises(ConfigError, match=r"held_out.*has no function g; it has f"):
+    with pytest.raises(ConfigError, match=r"mine.*has no function g; it has f"):
         stage(evaluate, monkeypatch, "1")
     assert sampled == []
-    change("evaluate", rewards={"mine": {**source, "function": "held_out:f"}})
+    change("evaluate", rewards={"mine": {**source, "function": "mine:f"}})
     stage(evaluate, monkeypatch, "1")
     assert read_table(evaluations("1"))["score_mine"].to_pylist() == [1, 1, 1, 4, 1, 1]
     assert read_metadata(evaluations("1"))["inputs"]["user_rewards"] == hash_path(Path("user_rewards"))

@@ -9,7 +9,6 @@ models instead of before; finished shards scored again; the trained reward model
 import json
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,26 +34,6 @@ JUDGE = {
     "temperature": 0.0, "max_reply_tokens": 5, "concurrency": 2, "timeout_s": 5.0, "retries": 0, "backoff_s": 0.0,
     "auth_env": None,
 }  # fmt: skip
-
-
-@pytest.fixture
-def function(project, monkeypatch):
-    """Write the body of user_rewards/mine.py: a function f of rows."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "user_rewards"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(project)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    Path("user_rewards").mkdir()
-    Path("user_rewards/__init__.py").write_text("")
-
-    def write(body: str) -> None:
-        Path("user_rewards/mine.py").write_text(f"def f(rows):\n    {body}\n")
-        for name in [name for name in sys.modules if name.split(".")[0] == "user_rewards"]:
-            del sys.modules[name]
-
-    yield write
-    for name in [name for name in sys.modules if name.split(".")[0] == "user_rewards"]:
-        del sys.modules[name]
 
 
 def set_column(name: str, values: list) -> None:
