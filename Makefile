@@ -1,7 +1,8 @@
 # Every target does the set-up it needs; each line is a command that a person could type.
-# PYTHON chooses the interpreter for .venv, ACCEL=gpu the lock for NVIDIA GPUs.
+# PYTHON chooses the interpreter for .venv, ACCEL=gpu the lock for NVIDIA GPUs, PRESET the parameters of the demo.
 PYTHON ?= python3
 ACCEL ?=
+PRESET ?=
 SETUP = $(PYTHON) tools/setup.py --accel "$(ACCEL)" $(if $(filter file,$(origin PYTHON)),,--this-python)
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -14,6 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 help:
 	@echo "make demo    install, train a small model with PPO through dvc repro, show base against final"
+	@echo "make demo PRESET=sums  the same with parameters from presets/ (docs/presets.md); they stay in params.yaml"
 	@echo "make test    install, run all tests (real vLLM included)"
 	@echo "make parity  install TRL into a venv of its own, compare its PPO numbers with ours"
 	@echo "make mutations  break the maths line by line; a test must notice each"
@@ -29,6 +31,7 @@ setup-dev:
 	@$(SETUP) --dev
 
 demo: setup
+	$(if $(PRESET),rlhf preset "$(PRESET)")
 	dvc repro
 	python -m rlhf_core.report.table
 

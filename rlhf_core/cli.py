@@ -1,6 +1,6 @@
-"""The `rlhf` command: add iterations and run them, look at rows, check the machine.
+"""The `rlhf` command: add iterations and run them, take a preset, look at rows, check the machine.
 
-Hyperparameters are not set here: they live in params.yaml and iterations.yaml.
+Hyperparameters are not set here: they live in params.yaml, iterations.yaml and presets/.
 """
 
 import io
@@ -22,6 +22,7 @@ from rlhf_core.artifacts.provenance import hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata
 from rlhf_core.config import BASE_ITERATION, ITERATION_SECTIONS, load_run
 from rlhf_core.errors import RlhfError
+from rlhf_core.presets import apply_preset, presets
 from rlhf_core.report.doctor import diagnose
 from rlhf_core.report.filters import parse_filter
 from rlhf_core.report.inspect import (
@@ -147,6 +148,23 @@ def inspect(
         print_records(screen, rows, tables)
     if not rows:
         typer.echo("no row passes", err=True)
+
+
+@app.command()
+def preset(
+    name: Annotated[str | None, typer.Argument(help="Name of a file in presets/; without it, all are listed.")] = None,
+) -> None:
+    """Write a preset into params.yaml and iterations.yaml, and show what it changed; or list the presets."""
+    if name is None:
+        for known, comment in presets(Path(".")).items():
+            typer.echo(f"{known}  {comment}")
+        return
+    changes = apply_preset(Path("."), name)
+    for key, old, new in changes:
+        typer.echo(f"{key}: {printable(old)} -> {printable(new)}")
+    if not changes:
+        typer.echo(f"params.yaml and iterations.yaml hold preset {name} already")
+    typer.echo("next: dvc repro; back to what git holds: git checkout params.yaml iterations.yaml")
 
 
 @app.command()

@@ -77,6 +77,9 @@ class IngestParams(Section):
     """Where prompts and preferences come from, and what happens to rows that do not fit."""
 
     prompts: Text
+    prompt_key: Text
+    prompt_template: Text | None
+    ground_truth_key: Text
     preferences: Text | None
     fraction: Annotated[float, Field(gt=0, le=1)]
     eval_fraction: Annotated[float, Field(gt=0, lt=1)]
@@ -97,6 +100,18 @@ class IngestParams(Section):
                     f"{key} is {source!r}: expected a file under data/raw (so that DVC sees it change)"
                     f" or hub:<owner>/<name>"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_as_they_are_read(self) -> "IngestParams":
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                f"prompt_template is {self.prompt_template!r}, which has no {{prompt}}: all prompts would be the same"
+            )
+        if self.prompt_key == self.ground_truth_key:
+            raise ValueError(
+                f"prompt_key and ground_truth_key are both {self.prompt_key!r}: the prompt would be its own answer"
+            )
         return self
 
 

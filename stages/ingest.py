@@ -31,7 +31,8 @@ def main() -> None:
 
     rows, dropped, limit = list(read_rows(p.prompts)), Drops("prompts", PROMPT_RULES), p.max_prompt_tokens
     shared["drops"] = dropped
-    prompts, sides = prompts_table(rows, tokenizer, max_prompt_tokens=limit, too_long=p.too_long, **shared)
+    keys = p.model_dump(include={"prompt_key", "prompt_template", "ground_truth_key"})
+    prompts, sides = prompts_table(rows, tokenizer, max_prompt_tokens=limit, too_long=p.too_long, **keys, **shared)
     require_both_sides(prompts, dropped, source=p.prompts)
     prompts_hash = source_hash(p.prompts, rows)
 

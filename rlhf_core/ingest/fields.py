@@ -124,20 +124,20 @@ def agreement(row: Row) -> float | None:
     return float(value)
 
 
-def ground_truth(row: Row) -> str | None:
-    """Return the row's ground truth, any JSON value, as JSON text; None if it has none.
+def ground_truth(row: Row, key: str) -> str | None:
+    """Return the row's ground truth, any JSON value under this key, as JSON text; None if it has none.
 
     Raises:
         DataError: If it has no form in JSON.
     """
-    value = row.values.get("ground_truth")
+    value = row.values.get(key)
     if value is None:
         return None
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{row.where}: ground_truth: expected a JSON value: {error}") from None
-    return text(written, row.where, "ground_truth")
+        raise DataError(f"{row.where}: {key}: expected a JSON value: {error}") from None
+    return text(written, row.where, key)
 
 
 def _describe(value: Any) -> str:

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 # Names of a split as data sets write them, and ours.
 SPLITS = {"train": "train", "eval": "eval", "test": "eval", "validation": "eval"}
 
+# A file of a split: train.jsonl, train-00000-of-00001.parquet
+_SPLIT_NAME = re.compile(rf"(?P<name>{'|'.join(SPLITS)})[.-]")
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@\s]+))?(?::(?P<split>\S+))?")
 _BOM = b"\xef\xbb\xbf"
 _AROUND = 30  # characters shown on each side of a syntax error
@@ -49,7 +51,9 @@ def read_rows(source: str) -> Iterator[Row]:
     Args:
         source: A file (.jsonl, .json, both also .gz, .parquet), a directory of such files (read in order of their
             names), or hub:<owner>/<name>[@revision][:split]. Without :split, all splits of a data set are read and each
-            row carries its split's name, unless there is only one.
+            row carries its split's name, unless there is only one. So do rows of a directory whose files' names begin
+            with a split's (train.jsonl, test-00000-of-00001.parquet), unless there is only one side. A row's own split
+            comes first.
 
     Raises:
         DataError: If the source is missing, empty, cannot be read, or a row is malformed; with file, line and column.
@@ -88,13 +92,23 @@ def _path_rows(path: Path) -> Iterator[Row]:
     for file in files:
         if not file.is_file() or not file.name.endswith(SUFFIXES):
             raise DataError(f"{file}: expected a file named {', '.join('*' + suffix for suffix in SUFFIXES)}")
-    for file in files:
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file)
-        elif file.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _jsonl_rows(file)
-        else:
-            yield from _json_rows(file)
+    sides = [_SPLIT_NAME.match(file.name) for file in files]
+    # One name alone says nothing: its rows are split by their hash, as those of a single file are.
+    carried = {SPLITS[side["name"]] for side in sides if side} == set(SPLITS.values())
+    for file, side in zip(files, sides, strict=True):
+        for row in _file_rows(file):
+            if carried and side and "split" not in row.values:
+                row = replace(row, values={**row.values, "split": side["name"]})
+            yield row
+
+
+def _file_rows(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(file)
+    elif file.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from _jsonl_rows(file)
+    else:
+        yield from _json_rows(file)
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -27,6 +28,9 @@ def prompts_table(
     rows: Iterable[Row],
     tokenizer: "PreTrainedTokenizerBase",
     *,
+    prompt_key: str,
+    prompt_template: str | None,
+    ground_truth_key: str,
     max_prompt_tokens: int,
     too_long: str,
     special_tokens_in_text: str,
@@ -42,6 +46,9 @@ def prompts_table(
     Args:
         rows: Of a prompt file.
         tokenizer: Of the policy.
+        prompt_key: As shapes.prompt_of.
+        prompt_template: As shapes.prompt_of.
+        ground_truth_key: As shapes.prompt_of.
         max_prompt_tokens: Longest prompt in ids, template included.
         too_long: "error", "drop" (counted) or "truncate_left": the last max_prompt_tokens ids, the BOS kept in front;
             the `prompt` column then holds the text of these ids, `messages` the whole conversation.
@@ -60,7 +67,8 @@ def prompts_table(
     """
     if "strftime_now" in str(tokenizer.chat_template):
         logger.warning("the chat template writes today's date: the same prompts get other ids on another day")
-    prompts = _without_duplicates(rows, drops)
+    read = partial(prompt_of, prompt_key=prompt_key, prompt_template=prompt_template, ground_truth_key=ground_truth_key)
+    prompts = _without_duplicates(map(read, rows), drops)
     sides = {
         key: prompt.split or side_of(key, eval_fraction=eval_fraction, seed=seed) for key, prompt in prompts.items()
     }
@@ -118,11 +126,10 @@ def short_hash(prefix: str, digest: str, taken: set[str]) -> str:
     return prefix + digest[:length]
 
 
-def _without_duplicates(rows: Iterable[Row], drops: Drops) -> dict[str, Prompt]:
+def _without_duplicates(found: Iterable[Prompt], drops: Drops) -> dict[str, Prompt]:
     """Prompts by content key, in order."""
     prompts: dict[str, Prompt] = {}
-    for row in rows:
-        prompt = prompt_of(row)
+    for prompt in found:
         key = content_key(prompt.content)
         if key in prompts:
             drops.add("duplicate_prompt", prompt.where)

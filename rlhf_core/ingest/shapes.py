@@ -4,6 +4,7 @@ Text is used as it is; turns are rendered with the chat template later. A transc
 ("\\n\\nHuman: ...\\n\\nAssistant: ...") is read as turns. What fits no shape is refused with the keys that were found.
 """
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from rlhf_core.ingest import fields
 from rlhf_core.ingest.fields import Content, Message
 from rlhf_core.ingest.formats import Row
 
+PROMPT_KEY, GROUND_TRUTH_KEY = "prompt", "ground_truth"  # what these keys are called unless ingest names others
+PROMPT_PLACE = "{prompt}"  # of a template
 PROMPT_SHAPES = '{"prompt": text}, {"prompt": [turns]} or {"messages": [turns]}'
 PAIR_SHAPES = (
     '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"}, each text or [turns], or'
@@ -63,33 +66,44 @@ class Refused:
     rule: str
 
 
-def prompt_of(row: Row) -> Prompt:
+def prompt_of(row: Row, *, prompt_key: str, prompt_template: str | None, ground_truth_key: str) -> Prompt:
     """Read a row as a prompt.
 
     Args:
         row: With `prompt` (text or turns) or `messages` (turns); optional `system`, `prompt_id` or `id`, `ground_truth`
             (any JSON), `split`. Other keys are not looked at.
+        prompt_key: Where the prompt is. Another one than PROMPT_KEY has to be there; `messages` then counts as any key.
+        prompt_template: With PROMPT_PLACE: a text prompt becomes one user turn of this text, itself in that place,
+            where the template may have it several times. Turns, and transcripts, stay as they are. None = no template.
+        ground_truth_key: Where the ground truth is. Another one than GROUND_TRUTH_KEY has to be there.
 
     Raises:
         DataError: If a key is missing, has another type, or the prompt is empty; with the row's position.
     """
     values, where = row.values, row.where
-    if "prompt" in values and "messages" in values:
-        raise DataError(f"{where}: has both prompt and messages; keep one of them")
-    key = "messages" if "messages" in values else "prompt"
+    key = prompt_key
+    if key == PROMPT_KEY and "messages" in values:
+        if key in values:
+            raise DataError(f"{where}: has both prompt and messages; keep one of them")
+        key = "messages"
     if key not in values:
-        raise DataError(f"{where}: expected {PROMPT_SHAPES}; found the keys {_keys(row)}")
+        raise DataError(_no_key(row, key, "prompt_key", PROMPT_SHAPES if key == PROMPT_KEY else f"the key {key}"))
+    if ground_truth_key != GROUND_TRUTH_KEY and ground_truth_key not in values:
+        raise DataError(_no_key(row, ground_truth_key, "ground_truth_key", f"the key {ground_truth_key}"))
     value = values[key]
-    if isinstance(value, str) and key == "prompt":
-        content = _with_system(_text_content(fields.text(value, where, key), where), row)
+    content: Content
+    if isinstance(value, str) and key != "messages":
+        content = _not_empty(_text_content(fields.text(value, where, key), where), where)
+        if isinstance(content, str) and prompt_template is not None:
+            content = [{"role": "user", "content": prompt_template.replace(PROMPT_PLACE, content)}]
     else:
-        content = _with_system(fields.turns(value, where, key), row)
+        content = _not_empty(fields.turns(value, where, key), where)
     return Prompt(
         where=where,
         source=row.source,
-        content=_not_empty(content, where),
+        content=_with_system(content, row),
         prompt_id=fields.identifier(row, "prompt_id", "id"),
-        ground_truth=fields.ground_truth(row),
+        ground_truth=fields.ground_truth(row, ground_truth_key),
         split=fields.split(row),
     )
 
@@ -298,6 +312,13 @@ def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many items two texts, or lists of turns, have in common at their beginning."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _no_key(row: Row, key: str, parameter: str, expected: str) -> str:
+    """Says which key was expected and which there are, and names the nearest one and the parameter to change."""
+    near = difflib.get_close_matches(key, map(str, row.values), n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{row.where}: expected {expected}; found the keys {_keys(row)}{hint}: set ingest.{parameter} to one of them"
 
 
 def _keys(row: Row) -> str:

@@ -25,6 +25,7 @@ FLOORS = {
     "reward": 2,
     "training": 2,
     "report": 3,
+    "presets": 3,
     "cli": 3,
     "stages": 4,
 }

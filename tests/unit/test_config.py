@@ -198,6 +198,19 @@ def test_integer_is_accepted_where_a_float_is_meant(tmp_path: Path) -> None:
     assert load(tmp_path, with_value("advantages", "gamma", "1")).params.advantages.gamma == 1.0
 
 
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("prompt_template", '"Solve it."', "which has no {prompt}: all prompts would be the same"),
+        ("prompt_template", '""', "ingest.prompt_template is '': string should have at least 1 character"),
+        ("prompt_key", "ground_truth", "prompt_key and ground_truth_key are both 'ground_truth'"),
+        ("ground_truth_key", "null", "ingest.ground_truth_key is None"),
+    ],
+)
+def test_prompts_that_could_not_be_read_as_meant(tmp_path: Path, key: str, value: str, words: str) -> None:
+    assert words in one_problem(tmp_path, with_value("ingest", key, value))
+
+
 def test_minibatch_that_does_not_divide_prints_both_numbers(tmp_path: Path) -> None:
     params = with_value("rollout", "prompts_per_iteration", "30", with_value("rollout", "samples_per_prompt", "3"))
     found = one_problem(tmp_path, with_value("ppo_update", "minibatch_size", "48", params))

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,13 @@ import pytest
 
 from rlhf_core.errors import DataError
 from rlhf_core.ingest.formats import Row, read_rows, source_hash
-from rlhf_core.ingest.shapes import Pair, Refused, pair_of, prompt_of, split_implicit
+from rlhf_core.ingest.shapes import Pair, Refused, pair_of, split_implicit
+from rlhf_core.ingest.shapes import prompt_of as prompt_with
+
+KEYS = {"prompt_key": "prompt", "prompt_template": None, "ground_truth_key": "ground_truth"}
+
+
+prompt_of = partial(prompt_with, **KEYS)
 
 
 def write(path: Path, data: bytes) -> str:
@@ -314,7 +321,7 @@ def test_prompt_options():
     ("keys", "words"),
     [
         ({"question": "a", "answer": "b"}, 'expected {"prompt": text}, {"prompt": [turns]} or'),
-        ({"question": "a", "answer": "b"}, "found the keys answer, question"),
+        ({"question": "a", "answer": "b"}, "found the keys answer, question: set ingest.prompt_key to one of them"),
         ({"prompt": "a", "messages": [turn("user", "a")]}, "has both prompt and messages"),
         ({"prompt": 3}, "prompt: expected text or a list of turns, found int"),
         ({"prompt": []}, "found an empty list"),
@@ -338,6 +345,78 @@ def test_refused_prompt(keys, words):
     with pytest.raises(DataError, match=re.escape(words)) as error:
         prompt_of(row(**keys))
     assert str(error.value).startswith("file:1: ")
+
+
+def test_keys_of_another_name_are_read():
+    given = row(question="2 + 2?", answer="It is 4.", prompt="no", messages="no", ground_truth="no")
+    found = prompt_with(given, prompt_key="question", prompt_template=None, ground_truth_key="answer")
+    assert (found.content, found.ground_truth) == ("2 + 2?", '"It is 4."')
+    given = row(conversation=[turn("user", "hi")])
+    assert prompt_of(given, prompt_key="conversation").content == [turn("user", "hi")]
+    with pytest.raises(DataError, match="messages: expected text or a list of turns, found str"):
+        prompt_of(row(messages="text"), prompt_key="messages")
+
+
+def test_template_makes_a_user_turn_of_a_text():
+    asked = partial(prompt_of, prompt_template="{prompt} {x} {prompt}: \\boxed{}?")
+    # Only {prompt} is a place, and what is put into it is not looked at again.
+    assert asked(row(prompt="a {prompt} b")).content == [turn("user", "a {prompt} b {x} a {prompt} b: \\boxed{}?")]
+    assert asked(row(prompt="a", system="s")).content[0] == turn("system", "s")
+    assert asked(row(prompt=[turn("user", "a")])).content == [turn("user", "a")]
+    assert asked(row(messages=[turn("user", "a")])).content == [turn("user", "a")]
+    assert asked(row(prompt="\n\nHuman: a\n\nAssistant:")).content == [turn("user", "a")]
+    with pytest.raises(DataError, match="file:1: the prompt is empty"):
+        asked(row(prompt=" "))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"prompt_key": "question"}, "expected the key question; found the keys anser, prompt, qestion (did you mean"),
+        ({"prompt_key": "question"}, "(did you mean qestion?): set ingest.prompt_key to one of them"),
+        ({"ground_truth_key": "answer"}, "expected the key answer; found the keys anser, prompt, qestion (did you"),
+        ({"ground_truth_key": "answer"}, "(did you mean anser?): set ingest.ground_truth_key to one of them"),
+        ({"prompt_key": "messages"}, "expected the key messages; found the keys anser, prompt, qestion: set"),
+    ],
+)
+def test_key_that_a_row_lacks_is_named_with_the_nearest(keys, words):
+    with pytest.raises(DataError, match=re.escape(words)) as error:
+        prompt_of(row(prompt="a", qestion="b", anser="c"), **keys)
+    assert str(error.value).startswith("file:1: ")
+
+
+def test_ground_truth_of_another_key_that_is_no_json():
+    with pytest.raises(DataError, match="file:1: answer: expected a JSON value"):
+        prompt_of(row(prompt="a", answer=float("nan")), ground_truth_key="answer")
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["test.jsonl", "train.jsonl"], ["eval", "train"]),
+        (["train-00000-of-00001.jsonl", "validation-00000-of-00001.jsonl"], ["train", "eval"]),
+        # One name says nothing of the other side, and neither do names that only begin alike.
+        (["train.jsonl", "more.jsonl"], [None, None]),
+        (["training.jsonl", "tests.jsonl"], [None, None]),
+        (["eval.jsonl", "more.jsonl", "train.jsonl"], ["eval", None, "train"]),
+    ],
+)
+def test_names_of_files_in_a_directory_decide_the_split(tmp_path, names, splits):
+    for name in names:
+        write(tmp_path / name, json.dumps({"prompt": name}).encode())
+    found = {one.content: one.split for one in map(prompt_of, read_rows(str(tmp_path)))}
+    assert found == dict(zip(names, splits, strict=True))
+
+
+def test_split_of_a_row_comes_before_the_name_of_its_file(tmp_path):
+    write(tmp_path / "train.jsonl", b'{"prompt":"a","split":"eval"}\n{"prompt":"b"}\n')
+    write(tmp_path / "test.jsonl", b'{"prompt":"c"}\n')
+    assert {one.content: one.split for one in map(prompt_of, read_rows(str(tmp_path)))} == {
+        "a": "eval",
+        "b": "train",
+        "c": "eval",
+    }
+    assert [one.values.get("split") for one in read_rows(str(tmp_path / "train.jsonl"))] == ["eval", None]
 
 
 # --- pairs ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ from rlhf_core.ingest.rules import (
 from tests.tiny import tiny_tokenizer
 
 OPTIONS = {
+    "prompt_key": "prompt",
+    "prompt_template": None,
+    "ground_truth_key": "ground_truth",
     "max_prompt_tokens": 100,
     "too_long": "error",
     "special_tokens_in_text": "escape",
