@@ -1,6 +1,7 @@
 """Prompts and preferences in our schema, tokenised with the policy's tokenizer: `python -m stages.ingest`."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhf_core.ingest.formats import read_rows, source_hash
 from rlhf_core.ingest.preferences import preferences_table
 from rlhf_core.ingest.prompts import prompts_table
 from rlhf_core.ingest.rules import PAIR_RULES, PROMPT_RULES, Drops, ingest_metrics, require_both_sides
+from rlhf_core.ingest.shapes import prompt_of
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
@@ -31,8 +33,8 @@ def main() -> None:
 
     rows, dropped, limit = list(read_rows(p.prompts)), Drops("prompts", PROMPT_RULES), p.max_prompt_tokens
     shared["drops"] = dropped
-    keys = p.model_dump(include={"prompt_key", "prompt_template", "ground_truth_key"})
-    prompts, sides = prompts_table(rows, tokenizer, max_prompt_tokens=limit, too_long=p.too_long, **keys, **shared)
+    read = partial(prompt_of, **p.model_dump(include={"prompt_key", "prompt_template", "ground_truth_key"}))
+    prompts, sides = prompts_table(rows, tokenizer, read=read, max_prompt_tokens=limit, too_long=p.too_long, **shared)
     require_both_sides(prompts, dropped, source=p.prompts)
     prompts_hash = source_hash(p.prompts, rows)
 

@@ -1,8 +1,7 @@
 """Rows to the prompts artifact: ids, split, length limit."""
 
 import logging
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ from rlhf_core.ingest.chat import prompt_ids, special_string
 from rlhf_core.ingest.fields import Content
 from rlhf_core.ingest.formats import Row
 from rlhf_core.ingest.rules import Drops, content_key, kept_keys, side_of
-from rlhf_core.ingest.shapes import Prompt, prompt_of
+from rlhf_core.ingest.shapes import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,9 +27,7 @@ def prompts_table(
     rows: Iterable[Row],
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    prompt_key: str,
-    prompt_template: str | None,
-    ground_truth_key: str,
+    read: Callable[[Row], Prompt],
     max_prompt_tokens: int,
     too_long: str,
     special_tokens_in_text: str,
@@ -46,9 +43,7 @@ def prompts_table(
     Args:
         rows: Of a prompt file.
         tokenizer: Of the policy.
-        prompt_key: As shapes.prompt_of.
-        prompt_template: As shapes.prompt_of.
-        ground_truth_key: As shapes.prompt_of.
+        read: shapes.prompt_of, its keys set.
         max_prompt_tokens: Longest prompt in ids, template included.
         too_long: "error", "drop" (counted) or "truncate_left": the last max_prompt_tokens ids, the BOS kept in front;
             the `prompt` column then holds the text of these ids, `messages` the whole conversation.
@@ -67,7 +62,6 @@ def prompts_table(
     """
     if "strftime_now" in str(tokenizer.chat_template):
         logger.warning("the chat template writes today's date: the same prompts get other ids on another day")
-    read = partial(prompt_of, prompt_key=prompt_key, prompt_template=prompt_template, ground_truth_key=ground_truth_key)
     prompts = _without_duplicates(map(read, rows), drops)
     sides = {
         key: prompt.split or side_of(key, eval_fraction=eval_fraction, seed=seed) for key, prompt in prompts.items()

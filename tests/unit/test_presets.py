@@ -81,12 +81,12 @@ def test_preset_is_valid_and_keeps_comments(project: Path, name: str) -> None:
     preset = read_yaml(project / f"presets/{name}.yaml")
     assert list(run.iterations) == list(preset["iterations"])
     written = run.params.model_dump()
-    assert written["rewards"] == preset["params"]["rewards"]
     for section, keys in preset["params"].items():
         assert {key: written[section][key] for key in keys} == keys
-    # The comment of a reward source goes with it; all others stay.
+    # The comments of reward sources go with them; all others stay.
     kept = [re.findall(r"#.*", text) for text in content(project)]
-    assert [one for one in comments[0] if one not in kept[0]] == ["# path: null = the trained one | a directory"]
+    gone = [one.split(":")[0].split(";")[0] for one in comments[0] if one not in kept[0]]
+    assert gone == ["# path", "# what the demo wants"]
     assert kept[1] == comments[1]
 
 

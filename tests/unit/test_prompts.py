@@ -8,6 +8,7 @@ the BOS cut off; the fraction not nested, or leaving one side empty; length meas
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -25,12 +26,11 @@ from rlhf_core.ingest.rules import (
     require_both_sides,
     side_of,
 )
+from rlhf_core.ingest.shapes import prompt_of
 from tests.tiny import tiny_tokenizer
 
 OPTIONS = {
-    "prompt_key": "prompt",
-    "prompt_template": None,
-    "ground_truth_key": "ground_truth",
+    "read": partial(prompt_of, prompt_key="prompt", prompt_template=None, ground_truth_key="ground_truth"),
     "max_prompt_tokens": 100,
     "too_long": "error",
     "special_tokens_in_text": "escape",
