@@ -37,6 +37,7 @@ RULES = ("tests/unit/test_reward_rules.py",)
 FUNCTIONS = ("tests/unit/test_user_rewards.py",)
 SERVICES = ("tests/unit/test_reward_services.py",)
 SOURCES = ("tests/stages/test_reward_sources.py",)
+HELD_OUT = ("tests/stages/test_evaluate.py",)
 RANKING = ("tests/unit/test_ranking.py",)
 KEPT = ("tests/unit/test_reward_model.py::test_what_is_kept_is_the_model_as_it_was_after_that_epoch",)
 BY_HAND = ("tests/unit/test_reward_model.py::test_margin_smoothing_ties_and_centring_by_hand",)
@@ -418,6 +419,13 @@ MUTATIONS = [
     Mutation("rlhf_core/reward/http_service.py", "not in scores]", "not in {}]", SERVICES),
     Mutation("rlhf_core/reward/llm_judge.py", "not min_score <= score <= max_score:", "score > max_score:", SERVICES),
     Mutation("rlhf_core/reward/scores.py", "total += weight * scores", "total += scores", SOURCES),
+    Mutation(
+        "stages/evaluate.py",
+        "run_other_sources(passes, rewards)",
+        "run_other_sources(passes, params.rewards)",
+        HELD_OUT,
+    ),
+    Mutation("rlhf_core/report/metrics.py", "policy.scores, seed", "policy.scores[::-1], seed", HELD_OUT),
     # The reward model.
     Mutation(LOSSES_FILE, "z = chosen - rejected - margins", "z = chosen - rejected + margins", LOSSES),
     Mutation(LOSSES_FILE, "(1 - targets) * functional.logsigmoid(-z)", "functional.logsigmoid(-z)", LOSSES),

@@ -278,7 +278,8 @@ def held_out_verdict(rows: list[Row], gains: list[Gain]) -> Verdict:
             "low",
             text
             + (": the reward model's score rises while this one falls, so it is being exploited" if rising else ""),
-            "Raise advantages.kl_coef, roll back with prev, or train the reward model on more and newer pairs.",
+            "Raise advantages.kl_coef, roll back with prev, or bring rewards nearer to evaluate.rewards: a reward model"
+            " by more and newer pairs.",
         )
     if gain.low <= 0:
         return Verdict(

@@ -250,6 +250,6 @@ def test_page_without_a_reward_model(tmp_path: Path) -> None:
     history = read_history(load_run(root), root)
     assert history.evaluations["0"].reward_model is None
     page = render(history)
-    assert "None was trained" in page
+    assert "None was trained" in page and "reward model accuracy" not in page
     assert "reward model –" not in page and "Proxy against true reward" not in page
     assert "eval/accuracy" not in page
