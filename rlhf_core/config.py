@@ -178,12 +178,13 @@ class CriticParams(Section):
 
 
 class ScoreParams(Section):
-    """Replayed iterations, and the gate on the sampler-trainer mismatch."""
+    """Replayed iterations, the gate on the sampler-trainer mismatch, and scores that are no number."""
 
     replay: list[Count]
     full_kl: bool
     max_mismatch_k3: Positive
     worst_tokens: CountOrZero
+    nonfinite_scores: Literal["error", "drop"]
 
     @model_validator(mode="after")
     def _each_step_back_once(self) -> "ScoreParams":

@@ -46,4 +46,4 @@ class RewardError(RlhfError):
 
 
 class AnswerError(RewardError):
-    """A service answered something else than it was asked for."""
+    """A source or its service answered something else than a score for each row."""

@@ -13,7 +13,7 @@ from rlhf_core.errors import DataError, NumericError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
 from rlhf_core.reward.passes import Passes, numbered
-from rlhf_core.reward.scores import append_scores, score_metrics, worst_tokens
+from rlhf_core.reward.scores import append_scores, score_metrics, with_finite_scores, worst_tokens
 from rlhf_core.reward.sources import (
     described_inputs,
     described_models,
@@ -46,19 +46,23 @@ def main() -> None:
         temperature=metadata["temperature"],
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],
+        nonfinite_scores=params.score.nonfinite_scores,
     )
     run_other_sources(passes, params.rewards)  # first: what is wrong with them shows before a model has run
     run_passes(passes, policy, critic, params, same_model=metadata["reference"] == metadata["policy"])
 
     rewards = {name: source.weight for name, source in params.rewards.items()}
     full_kl = params.score.full_kl
-    scored = {
+    whole = {
         name: append_scores(read_shard(path), name, passes, rewards, full_kl=full_kl)
         for name, path in passes.shards.items()
     }
+    scored = {name: with_finite_scores(table, rewards) for name, table in whole.items()}
+    dropped = sum(whole[name].num_rows - table.num_rows for name, table in scored.items())
+    check_rows_are_left(iteration, dropped, sum(table.num_rows for table in scored.values()))
     own = pa.concat_tables([scored[name] for name in numbered(sources[:1])])
     others = [table for name, table in scored.items() if name not in numbered(sources[:1])]
-    metrics = score_metrics(own, pa.concat_tables(others) if others else None, rewards)
+    metrics = score_metrics(own, pa.concat_tables(others) if others else None, rewards, dropped=dropped)
     measured = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("mismatch/")}
     worst = worst_tokens(own, lambda token_id: token_text(tokenizer, token_id), count=params.score.worst_tokens)
     write_json(work / "mismatch.json", {"iteration": iteration, **measured, "worst_tokens": worst})
@@ -100,6 +104,19 @@ def run_passes(passes: Passes, policy: Path, critic: Path, params: Params, *, sa
         if params.score.full_kl:
             passes.full_kl(policy, REFERENCE)
     run_reward_models(passes, reward_models(params.rewards, REWARD_MODEL))
+
+
+def check_rows_are_left(iteration: str, dropped: int, left: int) -> None:
+    """Stop where no response has a score.
+
+    Raises:
+        NumericError: With how many were dropped.
+    """
+    if not left:
+        raise NumericError(
+            f"iteration {iteration}: a source scored each of the {dropped} responses NaN or infinite, so nothing is"
+            " left to train on; look at the sources of `rewards`"
+        )
 
 
 def check_mismatch(k3: float, worst: list[dict[str, Any]], params: Params, measured: Path) -> None:

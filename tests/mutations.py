@@ -38,6 +38,7 @@ FUNCTIONS = ("tests/unit/test_user_rewards.py",)
 SERVICES = ("tests/unit/test_reward_services.py",)
 SOURCES = ("tests/stages/test_reward_sources.py",)
 HELD_OUT = ("tests/stages/test_evaluate.py",)
+NONFINITE = ("tests/stages/test_nonfinite_scores.py",)
 RANKING = ("tests/unit/test_ranking.py",)
 KEPT = ("tests/unit/test_reward_model.py::test_what_is_kept_is_the_model_as_it_was_after_that_epoch",)
 BY_HAND = ("tests/unit/test_reward_model.py::test_margin_smoothing_ties_and_centring_by_hand",)
@@ -409,13 +410,21 @@ MUTATIONS = [
     Mutation("rlhf_core/reward/answers.py", "        return 1.0\n", "        return partial_credit\n", RULES),
     Mutation("rlhf_core/reward/rows.py", "len(found) != len(sample_ids):", "len(found) < len(sample_ids):", FUNCTIONS),
     Mutation("rlhf_core/reward/rows.py", "isinstance(value, bool) or ", "", FUNCTIONS),
+    Mutation("rlhf_core/reward/rows.py", "        return math.nan\n", "        return 0.0\n", FUNCTIONS),
+    Mutation("rlhf_core/reward/scores.py", "        keep &= ~bad\n", "", NONFINITE),
+    Mutation("rlhf_core/reward/passes.py", 'self.nonfinite_scores == "drop" or bool(', "bool(True or ", NONFINITE),
+    Mutation("rlhf_core/reward/service.py", 'nonfinite == "drop" or math.isfinite(score)', "True", SERVICES),
     Mutation("rlhf_core/reward/user_function.py", "[dict(row) for row in rows]", "rows", FUNCTIONS),
     Mutation("rlhf_core/reward/service.py", "range(1, self.retries + 2)", "range(1, self.retries + 1)", SERVICES),
     Mutation("rlhf_core/reward/service.py", "* 2 ** (tries - 1)", "* 2", SERVICES),
     Mutation("rlhf_core/reward/service.py", "self._hidden(body.decode", "(body.decode", SERVICES),
     Mutation("rlhf_core/reward/service.py", "if time.monotonic() > deadline:", "if False:", SERVICES),
-    Mutation("rlhf_core/reward/http_service.py", "if len(scores) != len(sample_ids):", "if False:", SERVICES),
-    Mutation("rlhf_core/reward/http_service.py", "if not is_score(score):", "if score is None:", SERVICES),
+    Mutation(
+        "rlhf_core/reward/http_service.py",
+        "return checked_scores(scores, sample_ids, nonfinite=nonfinite)",
+        "return [float(score) for score in scores]",
+        SERVICES,
+    ),
     Mutation("rlhf_core/reward/http_service.py", "not in scores]", "not in {}]", SERVICES),
     Mutation("rlhf_core/reward/llm_judge.py", "not min_score <= score <= max_score:", "score > max_score:", SERVICES),
     Mutation("rlhf_core/reward/scores.py", "total += weight * scores", "total += scores", SOURCES),

@@ -1,11 +1,12 @@
 """A language model as judge, behind any OpenAI-compatible endpoint: it is asked for a number about each response."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.errors import AnswerError, RewardError
 from rlhf_core.reward.rows import Row
@@ -24,6 +25,7 @@ def judge_scores(
     template: str,
     read: Callable[[Any], float],
     concurrency: int,
+    nonfinite: Literal["error", "drop"],
 ) -> list[float]:
     """Return a judge's score of every row; each is kept as soon as it is there.
 
@@ -36,11 +38,12 @@ def judge_scores(
         template: Of the message, see filled.
         read: From reply_reader.
         concurrency: Requests at the same time.
+        nonfinite: As checked_scores.
 
     Raises:
         RewardError: If a row has no score after all tries. Of rows asked for at the same time the others are kept.
     """
-    scores = kept_scores(kept)
+    scores = kept_scores(kept, nonfinite=nonfinite)
     waiting = [row for row in rows if row["sample_id"] not in scores]
 
     def ask(row: Row) -> float | RewardError:
@@ -75,13 +78,16 @@ def filled(template: str, row: Row) -> str:
     return _PLACE.sub(lambda found: texts[found[1]], template)
 
 
-def reply_reader(pattern: str, min_score: float, max_score: float) -> Callable[[Any], float]:
+def reply_reader(
+    pattern: str, min_score: float, max_score: float, *, nonfinite: Literal["error", "drop"]
+) -> Callable[[Any], float]:
     """Return the check of a reply: from the parsed answer of the endpoint to the judge's number, or AnswerError.
 
     Args:
         pattern: Regular expression with one group, searched for in the reply; its first match counts.
         min_score: Lowest number that follows the format.
         max_score: Highest one.
+        nonfinite: With drop, NaN or infinity where the number should be is a NaN, not a reply out of format.
     """
 
     def read(answer: Any) -> float:
@@ -98,6 +104,8 @@ def reply_reader(pattern: str, min_score: float, max_score: float) -> Callable[[
             score = float(found[1])
         except ValueError:
             raise AnswerError(f"{found[1]!r} in the reply is not a number: {shown(reply)}") from None
+        if nonfinite == "drop" and not math.isfinite(score):
+            return math.nan
         if not min_score <= score <= max_score:
             raise AnswerError(f"{score:g} in the reply is not from {min_score:g} to {max_score:g}: {shown(reply)}")
         return score

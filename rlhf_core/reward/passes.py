@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from tqdm import tqdm
 from rlhf_core.artifacts.checks import list_lengths
 from rlhf_core.artifacts.schema import outcome_column, score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
-from rlhf_core.errors import ModelError, NumericError
+from rlhf_core.errors import AnswerError, ModelError, NumericError, RewardError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs
-from rlhf_core.reward.rows import Row, checked_scores, row_dictionaries
+from rlhf_core.reward.rows import DROP_HINT, Row, checked_scores, row_dictionaries
 from rlhf_core.stage import write_json
 
 Compute = Callable[[Batch], list[Tensor]]
@@ -52,6 +52,9 @@ class Passes:
     temperature: float  # of the distribution that logprobs are taken under
     pad_id: int
     eos_ids: list[int]
+    nonfinite_scores: Literal["error", "drop"] = (
+        "error"  # score.nonfinite_scores; drop leaves a NaN where one was found
+    )
 
     def token_logprobs(self, name: str, policy: Path, critic: Path | None = None) -> None:
         """Write the logprob of every response token under a policy, and its shared critic's values where it has one.
@@ -167,7 +170,7 @@ class Passes:
             return list((sequence_scores(model, batch, precision=self.precision) - mean) / std)
 
         for shard, scores in self._run(name, compute, device, read, pad_id=pad):
-            array = np.array([float(score) for score in scores], np.float32)
+            array = np.array([float(score) if torch.isfinite(score) else np.nan for score in scores], np.float32)
             save_array(self.work / name / f"{shard}.npy", array)
 
     def rows(self, name: str, score: Callable[[list[Row], str, str], Any]) -> None:
@@ -182,13 +185,16 @@ class Passes:
             RewardError: If it returns anything else; with source, file, row and value.
         """
         for shard, path in self.shards.items():
-            if (self.work / name / f"{shard}.npy").is_file():
+            if self._finished(name, shard):
                 continue
             rows = row_dictionaries(path)
             where = f"reward source {name.removeprefix(score_column(''))}, {path}"
             found = score(rows, shard, where) if rows else []
-            scores = checked_scores(found, [row["sample_id"] for row in rows], where)
-            save_array(self.work / name / f"{shard}.npy", scores)
+            try:
+                scores = checked_scores(found, [row["sample_id"] for row in rows], nonfinite=self.nonfinite_scores)
+            except AnswerError as error:
+                raise RewardError(f"{where}: {error}") from None
+            save_array(self.work / name / f"{shard}.npy", np.array(scores, np.float32))
 
     def kept(self, name: str, shard: str) -> Path:
         """Return the file for what a pass has scored of a shard that it has not finished."""
@@ -215,7 +221,13 @@ class Passes:
         return (self.work / name).is_dir()
 
     def _done(self, name: str) -> bool:
-        return all((self.work / name / f"{shard}.npy").is_file() for shard in self.shards)
+        return all(self._finished(name, shard) for shard in self.shards)
+
+    def _finished(self, name: str, shard: str) -> bool:
+        """Whether a pass has done a shard. What is to be finite now may have been let through as NaN before."""
+        if not (self.work / name / f"{shard}.npy").is_file():
+            return False
+        return self.nonfinite_scores == "drop" or bool(np.isfinite(self.result(name, shard)).all())
 
     @staticmethod
     def _lengths(path: Path) -> np.ndarray:
@@ -236,7 +248,7 @@ class Passes:
         with progress_bar(name, total) as advance:
             for shard, path in self.shards.items():
                 table = read_shard(path, ["sample_id"])
-                if (self.work / name / f"{shard}.npy").is_file():
+                if self._finished(name, shard):
                     advance(table.num_rows)
                     continue
                 results = for_all_rows(
@@ -247,14 +259,20 @@ class Passes:
                     device=device,
                     progress=advance,
                 )
-                for sample_id, result in zip(table["sample_id"].to_pylist(), results, strict=True):
-                    if not torch.isfinite(result).all():
-                        raise NumericError(
-                            f"{path}: {name} of sample {sample_id} is not finite; expected finite"
-                            f" numbers from the model."
-                            " Look at the row with `rlhf inspect`, and at the model's weights"
-                        )
+                is_score = name.startswith(score_column(""))
+                if not (is_score and self.nonfinite_scores == "drop"):
+                    hint = f" ({DROP_HINT})" if is_score else ""
+                    _require_finite(results, table["sample_id"].to_pylist(), f"{path}: {name}", hint)
                 yield shard, results
+
+
+def _require_finite(results: Sequence[Tensor], sample_ids: Sequence[str], where: str, hint: str) -> None:
+    for sample_id, result in zip(sample_ids, results, strict=True):
+        if not torch.isfinite(result).all():
+            raise NumericError(
+                f"{where} of sample {sample_id} is not finite; expected finite numbers from the model. Look at the row"
+                f" with `rlhf inspect`, and at the model's weights{hint}"
+            )
 
 
 def _with_bootstrap(values: Tensor, bootstrap_values: Tensor, batch: Batch) -> list[Tensor]:

@@ -4,16 +4,17 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from rlhf_core.artifacts.shards import read_shard
-from rlhf_core.errors import DataError, RewardError
+from rlhf_core.errors import AnswerError, DataError
 
 Row = dict[str, Any]
 # From rows to one score each. A row is what row_dictionaries describes.
 ScoreRows = Callable[[list[Row]], Sequence[Any]]
+DROP_HINT = "score.nonfinite_scores: drop leaves such responses out of training"
 COLUMNS = ["sample_id", "prompt", "response", "prompt_ids", "response_ids", "ground_truth", "finish_reason"]
 
 
@@ -44,45 +45,52 @@ def row_dictionaries(shard: Path) -> list[Row]:
     return rows
 
 
-def checked_scores(found: Any, sample_ids: Sequence[str], where: str) -> np.ndarray:
-    """Return what a source returned as float32, if it is one finite number for each row.
+def checked_scores(found: Any, sample_ids: Sequence[str], *, nonfinite: Literal["error", "drop"]) -> list[float]:
+    """Return what a source returned, if it is one number for each row.
 
     Args:
         found: A list, tuple or one-dimensional array of numbers. A boolean is not a number here.
         sample_ids: Of the rows, in order.
-        where: Names source and shard.
+        nonfinite: error | drop, for a number that float32 cannot hold: NaN, infinite, or too large.
 
     Returns:
-        [B], float32, reward units.
+        [B], reward units; NaN for a row that is to be dropped.
 
     Raises:
-        RewardError: If it is something else; with the row and the value where one row is at fault.
+        AnswerError: If it is something else; with the row and the value where one row is at fault.
     """
     if isinstance(found, np.ndarray) and found.ndim == 1:
         found = found.tolist()
     if not isinstance(found, list | tuple):
-        raise RewardError(f"{where}: returned {type(found).__name__}, expected a list of {len(sample_ids)} numbers")
+        raise AnswerError(f"returned {_kind(found)}, expected a list of {len(sample_ids)} numbers")
     if len(found) != len(sample_ids):
-        raise RewardError(f"{where}: returned {len(found)} scores for {len(sample_ids)} rows ({_named(sample_ids)})")
-    for sample_id, value in zip(sample_ids, found, strict=True):
-        if not is_score(value):
-            raise RewardError(f"{where}: score of sample {sample_id} is {value!r}, expected a finite number")
-    return np.array(found, np.float32)
+        raise AnswerError(f"returned {len(found)} scores for {len(sample_ids)} rows ({_named(sample_ids)})")
+    return [
+        _number(value, f"score of sample {sample_id}", nonfinite)
+        for sample_id, value in zip(sample_ids, found, strict=True)
+    ]
 
 
-def is_score(value: Any) -> bool:
-    """Tell whether a value is a number that float32 can hold."""
+def _number(value: Any, where: str, nonfinite: Literal["error", "drop"]) -> float:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= float(np.finfo(np.float32).max)  # false for NaN and infinity too
+        raise AnswerError(f"{where} is {value!r}, expected a finite number")
+    if abs(value) <= float(np.finfo(np.float32).max):  # false for NaN and infinity too
+        return float(value)
+    if nonfinite == "drop":
+        return math.nan
+    raise AnswerError(f"{where} is {value!r}, expected a finite number ({DROP_HINT})")
 
 
 def _finite(number: str) -> float:
     if not math.isfinite(value := float(number)):
         raise ValueError(number)
     return value
+
+
+def _kind(found: Any) -> str:
+    return f"an array of shape {found.shape}" if isinstance(found, np.ndarray) else type(found).__name__
 
 
 def _named(sample_ids: Sequence[str]) -> str:

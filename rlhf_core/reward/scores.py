@@ -1,5 +1,6 @@
 """The columns that the score stage appends, their weighted sum, and its metrics."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,6 +12,8 @@ from rlhf_core.algorithms.statistics import mean_and_std, sequence_mean
 from rlhf_core.artifacts.schema import outcome_column, score_column, scores_schema
 from rlhf_core.artifacts.shards import ragged, ragged_array
 from rlhf_core.reward.passes import Passes
+
+logger = logging.getLogger("rlhf")
 
 
 def append_scores(
@@ -70,18 +73,38 @@ def source_columns(
     return columns, outcomes
 
 
-def score_metrics(own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float]) -> dict[str, float]:
+def with_finite_scores(table: pa.Table, rewards: Iterable[str]) -> pa.Table:
+    """Return the rows that every source gave a number, those of weight 0 too; each other one is named in the log.
+
+    Args:
+        table: As append_scores returned it.
+        rewards: Names of the sources.
+    """
+    keep = np.ones(table.num_rows, bool)
+    for source in rewards:
+        bad = ~np.isfinite(table[score_column(source)].to_numpy())
+        for sample_id in table["sample_id"].filter(pa.array(bad)).to_pylist():
+            logger.warning("the score of sample %s by source %s is not finite; it is dropped", sample_id, source)
+        keep &= ~bad
+    return table.filter(pa.array(keep))
+
+
+def score_metrics(
+    own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float], *, dropped: int
+) -> dict[str, float]:
     """Return the metrics of data/metrics/score, names and equations as in docs/metrics.md.
 
     Args:
         own: The iteration's own rows, as append_scores returned them. Without any, what is a mean over them is missing.
         replayed: The rows of earlier iterations, or None where none are replayed.
         rewards: Weight of each source.
+        dropped: Rows of both that with_finite_scores left out.
     """
     logprobs, offsets = ragged(own["logprobs"])
     sampler_logprobs, _ = ragged(own["sampler_logprobs"])
     metrics: dict[str, float] = {
         "score/responses": own.num_rows,
+        "dropped/nonfinite_score": dropped,
         "val/num_eos_tokens": int(np.sum(own["finish_reason"].to_numpy(zero_copy_only=False) == "stop")),
     }
     metrics |= {f"mismatch/{name}": value for name, value in mismatch(sampler_logprobs, logprobs).items()}

@@ -6,13 +6,14 @@ slow, answers 408, 429 or 5xx, or answers what its reader refuses. Any other sta
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -128,16 +129,18 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT else text[:_EXCERPT] + "...")
 
 
-def kept_scores(path: Path) -> dict[str, float]:
+def kept_scores(path: Path, *, nonfinite: Literal["error", "drop"]) -> dict[str, float]:
     """Return what was scored of a shard before the stage stopped, by sample_id; empty if nothing was.
 
     Args:
         path: Lines of [sample_id, score]. A last line that is not whole (the process was killed) does not count.
+        nonfinite: With error, a NaN that was kept while it was drop does not count.
     """
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return {sample_id: score for sample_id, score in map(json.loads, lines)}
+    found = {sample_id: score for sample_id, score in map(json.loads, lines)}
+    return {sample_id: score for sample_id, score in found.items() if nonfinite == "drop" or math.isfinite(score)}
 
 
 def keep_scores(path: Path, scores: Mapping[str, float]) -> None:

@@ -143,7 +143,7 @@ def run_source(passes: Passes, name: str, source: Section) -> None:
 def http_service(passes: Passes, column: str, source: HttpSource) -> None:
     """Score all rows by a service."""
     with open_service(source.url, **source.model_dump(include=_CONNECTION)) as at:
-        scored = partial(service_scores, at, batch_size=source.batch_size)
+        scored = partial(service_scores, at, batch_size=source.batch_size, nonfinite=passes.nonfinite_scores)
         passes.rows(column, lambda rows, shard, where: scored(rows, passes.kept(column, shard), where))
 
 
@@ -160,8 +160,9 @@ def llm_judge(passes: Passes, column: str, source: LlmJudgeSource) -> None:
                 "max_tokens": source.max_reply_tokens,
             },
             template=source.prompt,
-            read=reply_reader(source.pattern, source.min_score, source.max_score),
+            read=reply_reader(source.pattern, source.min_score, source.max_score, nonfinite=passes.nonfinite_scores),
             concurrency=source.concurrency,
+            nonfinite=passes.nonfinite_scores,
         )
         passes.rows(column, lambda rows, shard, where: scored(rows, passes.kept(column, shard), where))
 

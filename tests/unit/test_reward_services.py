@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 
+import numpy as np
 import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
@@ -37,9 +38,10 @@ def rows(count: int) -> list[dict]:
     ]
 
 
-def score(url: str, tmp_path, count: int = 5, batch_size: int = 2, **options) -> list[float]:
+def score(url: str, tmp_path, count=5, batch_size=2, nonfinite="error", **options) -> list[float]:
+    kept = tmp_path / "kept.jsonl"
     with open_service(url, **{**QUICK, **options}) as service:
-        return service_scores(service, rows(count), tmp_path / "kept.jsonl", WHERE, batch_size=batch_size)
+        return service_scores(service, rows(count), kept, WHERE, batch_size=batch_size, nonfinite=nonfinite)
 
 
 # --- batches ------------------------------------------------------------------------------------------------------
@@ -176,9 +178,23 @@ def test_a_line_that_was_cut_off_does_not_count(tmp_path):
     path = tmp_path / "kept.jsonl"
     keep_scores(path, {"a": 1.0, "b": 2.0})
     path.write_text(path.read_text()[:-3])
-    assert kept_scores(path) == {"a": 1.0}
+    assert kept_scores(path, nonfinite="error") == {"a": 1.0}
     keep_scores(path, {"b": 3.0})
-    assert kept_scores(path) == {"a": 1.0, "b": 3.0}
+    assert kept_scores(path, nonfinite="error") == {"a": 1.0, "b": 3.0}
+
+
+def test_what_was_dropped_is_kept_as_such_and_asked_for_again_where_it_is_an_error(tmp_path):
+    def half_broken(number, content):
+        return 200, b'{"scores": [NaN, 1.0]}'
+
+    with serve(half_broken) as stub:
+        for _ in range(2):
+            found = score(stub.url, tmp_path, count=2, nonfinite="drop")
+            assert np.isnan(found[0]) and found[1] == 1.0
+        assert len(stub.requests) == 1
+    with serve(by_length) as stub:
+        assert score(stub.url, tmp_path, count=2) == [0.0, 1.0]
+        assert [row["sample_id"] for row in stub.requests[0]["rows"]] == ["1-p0-0"]
 
 
 # --- authentication -----------------------------------------------------------------------------------------------
@@ -217,7 +233,7 @@ def completion(text) -> dict:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def judged(url: str, tmp_path, count: int = 3, concurrency: int = 1, **options) -> list[float]:
+def judged(url: str, tmp_path, count=3, concurrency=1, nonfinite="error", **options) -> list[float]:
     with open_service(url, **{**QUICK, **options}) as service:
         return judge_scores(
             service,
@@ -226,8 +242,9 @@ def judged(url: str, tmp_path, count: int = 3, concurrency: int = 1, **options) 
             WHERE,
             request={"model": "m", "temperature": 0.0, "max_tokens": 9},
             template="Q: {prompt} A: {response} R: {ground_truth} {other}",
-            read=reply_reader(r"Score: (-?[\d.]+)", 0.0, 10.0),
+            read=reply_reader(r"Score: (-?[\d.]+|NaN)", 0.0, 10.0, nonfinite=nonfinite),
             concurrency=concurrency,
+            nonfinite=nonfinite,
         )
 
 
@@ -264,6 +281,7 @@ def test_a_template_is_filled_once():
         (completion("I would say seven"), "the reply does not match"),
         (completion("Score: 11"), "11 in the reply is not from 0 to 10"),
         (completion("Score: -1"), "-1 in the reply is not from 0 to 10"),
+        (completion("Score: NaN"), "nan in the reply is not from 0 to 10"),
         (completion("Score: 1.2.3"), "'1.2.3' in the reply is not a number"),
         (completion(""), "the reply does not match"),
         (completion(None), "expected a chat completion"),
@@ -285,6 +303,15 @@ def test_a_judge_that_follows_its_format_in_the_end_is_heard(tmp_path):
     with serve(lambda number, content: by_row(number, content) if number % 3 == 2 else (200, completion("hm"))) as stub:
         assert judged(stub.url, tmp_path) == [1.0, 2.0, 3.0]
     assert len(stub.requests) == 9
+
+
+def test_a_judge_that_says_nan_is_heard_where_such_rows_are_dropped(tmp_path):
+    with serve(lambda number, content: (200, completion("Score: NaN"))) as stub:
+        assert np.isnan(judged(stub.url, tmp_path, nonfinite="drop")).all()
+        assert len(stub.requests) == 3
+    with serve(lambda number, content: (200, completion("NaN"))) as stub:  # out of format, which is another thing
+        with pytest.raises(RewardError, match="the reply does not match"):
+            judged(stub.url, tmp_path / "other", nonfinite="drop")
 
 
 def test_of_rows_asked_about_together_those_that_were_scored_are_kept(tmp_path):

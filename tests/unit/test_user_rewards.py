@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import AnswerError, ConfigError, RewardError
 from rlhf_core.reward.rows import checked_scores
 from rlhf_core.reward.user_function import call_function, load_function
 from user_rewards.example import mentions_the_question
@@ -106,20 +106,35 @@ IDS = ["a", "b"]
         ([True, 1.0], "score of sample a is True"),
         ([1.0, 1e39], r"score of sample b is 1e\+39"),
         ([1.0, 10**400], "score of sample b is 1000"),
-        (np.array([[1.0, 2.0]]), "returned ndarray"),
+        (np.array([[1.0, 2.0]]), r"returned an array of shape \(1, 2\), expected a list of 2 numbers"),
+        (np.array([1.0, 2.0, 3.0]), "returned 3 scores for 2 rows"),
+        (["1.0", "2.0"], "score of sample a is '1.0'"),
         (np.array([1.0, np.nan]), "score of sample b is nan"),
         ([np.float32(1.0), np.True_], "score of sample b is"),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named(found, words):
-    with pytest.raises(RewardError, match=f"{WHERE}: {words}"):
-        checked_scores(found, IDS, WHERE)
+    with pytest.raises(AnswerError, match=f"^{words}"):
+        checked_scores(found, IDS, nonfinite="error")
 
 
 @pytest.mark.parametrize("found", [[1, 2.5], (1, 2.5), np.array([1, 2.5]), [np.int64(1), np.float32(2.5)]])
 def test_numbers_of_any_kind_become_float32(found):
-    scores = checked_scores(found, IDS, WHERE)
-    assert scores.dtype == np.float32 and scores.tolist() == [1.0, 2.5]
+    scores = checked_scores(found, IDS, nonfinite="error")
+    assert scores == [1.0, 2.5] and {type(score) for score in scores} == {float}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e39, 10**400, np.float32("nan")])
+def test_a_number_that_is_not_finite_is_one_to_drop_where_that_is_wanted(bad):
+    assert checked_scores([1.0, bad], IDS, nonfinite="drop") == pytest.approx([1.0, np.nan], nan_ok=True)
+    with pytest.raises(AnswerError, match=r"sample b is .*expected a finite number \(score\.nonfinite_scores: drop"):
+        checked_scores([1.0, bad], IDS, nonfinite="error")
+
+
+@pytest.mark.parametrize("found", [None, [1.0], [1.0, None], [1.0, "nan"], [1.0, True]])
+def test_what_is_no_number_is_never_dropped(found):
+    with pytest.raises(AnswerError):
+        checked_scores(found, IDS, nonfinite="drop")
 
 
 def test_the_example_counts_the_prompt_s_words_in_the_response():
