@@ -1,5 +1,6 @@
 """The kinds of reward sources that params.yaml may list under `rewards`, one class each (docs/rewards.md)."""
 
+import difflib
 import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -14,6 +15,16 @@ FunctionPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-
 EnvironmentVariable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # How a service is reached, which has no part in what it answers: such a key may change while a stage is half done.
 TRANSPORT = ("batch_size", "concurrency", "workers", "timeout_s", "retries", "backoff_s", "auth_env")
+
+# ISO 639 codes that the library of the language rule tells apart (py3langid, less its code for "no language").
+_CODES = (
+    "ace af am an ar ary arz as az ba bcl be bg bn br bs ca crh cs cy da de dz el en eo es et eu ext fa fi fo fr "
+    "fuv fy ga gcf gcr gd gl gom grc gu gug guw ha hbo he hi hr ht hu hy id ig is it ja jv ka kab kik kk km kn ko "
+    "ku ky la lb lg lij ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl ps pt qu ro ru "
+    "rw sa sdh se si sk sl sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue "
+    "zh zu"
+)
+LANGUAGES = _CODES.split()
 
 
 class RewardModelSource(Section):
@@ -90,6 +101,25 @@ class RepetitionSource(Section):
     kind: Literal["repetition"]
     weight: Finite
     ngram: Count
+
+
+class LanguageSource(Section):
+    """Whether the response is written in a language."""
+
+    kind: Literal["language"]
+    weight: Finite
+    language: Text
+
+    @field_validator("language")
+    @classmethod
+    def _known(cls, language: str) -> str:
+        if language in LANGUAGES:
+            return language
+        plain = re.split("[-_]", language.lower())[0]  # en-US
+        near = difflib.get_close_matches(plain, LANGUAGES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{language!r} is not a language code that is known: did you mean {near}? docs/rewards.md lists all"
+        )
 
 
 class PythonSource(Section):
@@ -186,6 +216,7 @@ RewardSource = Annotated[
     | LengthSource
     | JsonFormatSource
     | RepetitionSource
+    | LanguageSource
     | PythonSource
     | HttpSource
     | LlmJudgeSource
@@ -202,6 +233,7 @@ KINDS: dict[str, type[Section]] = {
     "length": LengthSource,
     "json_format": JsonFormatSource,
     "repetition": RepetitionSource,
+    "language": LanguageSource,
     "python": PythonSource,
     "http": HttpSource,
     "llm_judge": LlmJudgeSource,

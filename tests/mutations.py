@@ -34,6 +34,7 @@ UPDATE = ("tests/unit/test_ppo.py",)
 LEARNER = ("tests/unit/test_learner.py",)
 TEXTBOOK = ("tests/property/test_ppo_loss.py",)
 RULES = ("tests/unit/test_reward_rules.py",)
+LANGUAGE = ("tests/unit/test_language.py",)
 FUNCTIONS = ("tests/unit/test_user_rewards.py",)
 SERVICES = ("tests/unit/test_reward_services.py",)
 SOURCES = ("tests/stages/test_reward_sources.py",)
@@ -408,6 +409,8 @@ MUTATIONS = [
     Mutation("rlhf_core/reward/answers.py", '.replace(",", "")', '.replace(",", ".")', RULES),
     Mutation("rlhf_core/reward/answers.py", "/ max(1.0, abs(right))", "/ max(1.0, abs(found))", RULES),
     Mutation("rlhf_core/reward/answers.py", "        return 1.0\n", "        return partial_credit\n", RULES),
+    Mutation("rlhf_core/reward/language.py", " and highest > lowest", "", LANGUAGE),
+    Mutation("rlhf_core/reward/language.py", "best == language and", "language in dict(ranked[:9]) and", LANGUAGE),
     Mutation("rlhf_core/reward/rows.py", "len(found) != len(sample_ids):", "len(found) < len(sample_ids):", FUNCTIONS),
     Mutation("rlhf_core/reward/rows.py", "isinstance(value, bool) or ", "", FUNCTIONS),
     Mutation("rlhf_core/reward/rows.py", "        return math.nan\n", "        return 0.0\n", FUNCTIONS),

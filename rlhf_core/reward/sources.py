@@ -13,6 +13,7 @@ from rlhf_core.reward import answers, rules
 from rlhf_core.reward.code import code_scores
 from rlhf_core.reward.http_service import service_scores
 from rlhf_core.reward.judge import judge
+from rlhf_core.reward.language import language_score
 from rlhf_core.reward.llm_judge import judge_scores, reply_reader
 from rlhf_core.reward.passes import Passes
 from rlhf_core.reward.rows import Row
@@ -26,6 +27,7 @@ from rlhf_core.reward_config import (
     HttpSource,
     JsonFormatSource,
     JudgeSource,
+    LanguageSource,
     LastNumberSource,
     LengthSource,
     LlmJudgeSource,
@@ -210,5 +212,7 @@ def rule(source: Section) -> Callable[[Row], float]:
         return lambda row: rules.length_score(len(row["response_ids"]), **options)
     if isinstance(source, JsonFormatSource):
         return lambda row: rules.json_format_score(row["response"], **options)
+    if isinstance(source, LanguageSource):
+        return lambda row: language_score(row["response"], **options)
     assert isinstance(source, RepetitionSource), source
     return lambda row: rules.repetition_score(row["response_ids"], **options)
