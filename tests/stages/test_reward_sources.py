@@ -231,7 +231,9 @@ def test_a_service_that_breaks_down_keeps_what_it_scored(project, monkeypatch):
         assert len(stub.requests) == 4 and not SCORES.exists()
         # Another way to reach it is no other configuration.
         set_rewards(far={**HTTP, "url": stub.url, "retries": 1, "timeout_s": 9.0, "batch_size": 50})
-        monkeypatch.setattr("rlhf_core.reward.http_service.reader", lambda ids: lambda answer: [7.0 for _ in ids])
+        monkeypatch.setattr(
+            "rlhf_core.reward.http_service.reader", lambda ids, nonfinite: lambda answer: [7.0] * len(ids)
+        )
         answers, stub.requests[:] = stub.requests[:], []
         stage(score, monkeypatch, "1", "0")
         assert len(answers) == 4 and [len(request["rows"]) for request in stub.requests] == [1]
