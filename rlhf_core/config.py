@@ -29,6 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 ITERATION_SECTIONS = ("rollout", "score", "advantages", "ppo_update")
 BASE_ITERATION = "0"
+LoraTargets = Annotated[list[Text], Field(min_length=1)]
 NEED_PAIRS = ("margin_coef", "label_smoothing", "soft_labels")
 NEED_CRITIC = ("gae", "reward_minus_value")
 NEED_GROUPS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
@@ -127,7 +128,7 @@ class TrainRmParams(Section):
     frozen_layers: CountOrZero
     lora_rank: CountOrZero
     lora_alpha: Positive
-    lora_targets: Annotated[list[Text], Field(min_length=1)] | None
+    lora_targets: LoraTargets | None
     loss: Literal["pairs", "plackett_luce"]
     ties: Literal["drop", "half"]
     margin_coef: NonNegative
@@ -239,6 +240,9 @@ class PpoUpdateParams(Section):
     value_head_learning_rate: Positive
     critic_learning_rate: Positive
     critic_warmup_iterations: CountOrZero
+    lora_rank: CountOrZero
+    lora_alpha: Positive
+    lora_targets: LoraTargets | None
     lr_schedule: Literal["constant", "linear", "cosine"]
     schedule_steps: Count
     warmup_steps: CountOrZero
@@ -462,9 +466,26 @@ def load_run(root: str | Path = ".") -> Run:
             found = _parse(Params, merged, f"iterations.yaml: iteration {name!r}", problems)
             if found is not None:
                 effective[name] = found
+    problems += _changed_adapters(iterations, effective)
     if problems or params is None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return Run(params=params, iterations=iterations, effective=effective)
+
+
+def _changed_adapters(iterations: dict[str, Iteration], effective: dict[str, Params]) -> list[str]:
+    """Adapters are handed on from iteration to iteration, so a chain has the same ones throughout."""
+    problems = []
+    for name, iteration in iterations.items():
+        if name not in effective or iteration.prev not in effective:
+            continue
+        here, before = effective[name].ppo_update, effective[iteration.prev].ppo_update
+        for key in ("lora_rank", "lora_targets"):
+            if getattr(here, key) != getattr(before, key):
+                problems.append(
+                    f"iterations.yaml: iteration {name!r}: ppo_update.{key} is {getattr(here, key)}, but"
+                    f" {getattr(before, key)} in iteration {iteration.prev!r} before it; expected one value in a chain"
+                )
+    return problems
 
 
 def _parse_iterations(raw: Any, problems: list[str]) -> dict[str, Iteration]:

@@ -20,6 +20,7 @@ from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 from rlhf_core.training.distributed import join, launch
 from rlhf_core.training.learner import LEARNER, Learner, new_learner
+from rlhf_core.training.lora import merged, policy_adapters
 from rlhf_core.training.ppo import explained_variance_after, step_count, summary, update
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import policy_card, read_responses
@@ -45,6 +46,7 @@ def main() -> None:
     responses, own = read_responses(
         source, iteration=iteration, old_logprobs=ppo.old_logprobs, critic=critic is not None
     )
+    adapted = policy_adapters(policy, state, **lora_options(params))
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)
@@ -60,7 +62,8 @@ def main() -> None:
     inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
     described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
     work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
-    save_policy(learner, before["policy"], work / "policy", policy_card(iteration, prev, inputs, ppo, critic_only))
+    card = policy_card(iteration, prev, inputs, ppo, critic_only)
+    save_policy(learner, adapted, before["policy"], work / "policy", card)
     save_critic(critic, work / "critic")
     save_optimizer(learner.state(state, steps=len(log), episode=state.episode + own), work / "optimizer")
     for name in ("policy", "critic", "optimizer"):
@@ -99,10 +102,19 @@ def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pa
     )
 
 
-def save_policy(learner: Learner, source: Path, directory: Path, card: str) -> None:
-    """Write the updated policy, or a copy of the source where it was not trained."""
+def lora_options(params: Params) -> dict[str, Any]:
+    """Return the adapters that the policy is trained by."""
+    ppo, seed = params.ppo_update, derive_seed(params.seed, "ppo_update", "lora")
+    return {"rank": ppo.lora_rank, "alpha": ppo.lora_alpha, "targets": ppo.lora_targets, "seed": seed}
+
+
+def save_policy(learner: Learner, adapted: Any, source: Path, directory: Path, card: str) -> None:
+    """Write the updated policy, its adapters merged, or a copy of the source where it was not trained."""
     if "policy" in learner.parts:
-        save_like(learner.policy, source, directory, card=card)
+        policy = learner.policy
+        if adapted is not None:
+            policy = merged(adapted, load_causal_lm(source, device=torch_device("cpu"), precision="float32"))
+        save_like(policy, source, directory, card=card)
         return
     shutil.copytree(source, directory, dirs_exist_ok=True)
     (directory / "README.md").write_text(card, encoding="utf-8")

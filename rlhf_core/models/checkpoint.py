@@ -3,7 +3,7 @@
 Everything is safetensors and JSON, so nothing can run code when it is loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ _CRITIC = "critic.json"
 _BACKBONE = "backbone"
 _OPTIMIZER = "optimizer.json"
 _MOMENTS = "moments.safetensors"
+_ADAPTERS = "adapters.safetensors"
 _NORMALISATION = "score_normalisation.json"
 
 
@@ -116,14 +117,19 @@ class OptimizerState:
     episode: int  # responses trained on since the base model, each counted once per iteration
     first_moments: dict[str, Tensor]  # exp_avg; of the parts with steps
     second_moments: dict[str, Tensor]  # exp_avg_sq
+    adapters: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # the policy's weights hold them already; none without LoRA
 
 
 def save_optimizer(state: OptimizerState, directory: Path) -> None:
-    """Write the optimiser state; the moments in the dtype they are held in."""
+    """Write the optimiser state; the moments in the dtype they are held in, the adapters where there are any."""
     directory.mkdir(parents=True, exist_ok=True)
     moments = {f"exp_avg/{name}": tensor for name, tensor in state.first_moments.items()}
     moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in state.second_moments.items()}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in moments.items()}, directory / _MOMENTS)
+    for file, tensors in ((_MOMENTS, moments), (_ADAPTERS, state.adapters)):
+        if tensors or file == _MOMENTS:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / file)
     write_json(directory / _OPTIMIZER, {"kind": "adamw", "steps": state.steps, "episode": state.episode})
 
 
@@ -140,6 +146,7 @@ def load_optimizer(directory: Path) -> OptimizerState:
         episode=int(description["episode"]),
         first_moments={n.removeprefix("exp_avg/"): t for n, t in moments.items() if n.startswith("exp_avg/")},
         second_moments={n.removeprefix("exp_avg_sq/"): t for n, t in moments.items() if n.startswith("exp_avg_sq/")},
+        adapters=_read_tensors(directory / _ADAPTERS) if (directory / _ADAPTERS).exists() else {},
     )
 
 

@@ -1,23 +1,26 @@
-"""Low-rank adapters (LoRA) on a model's linear layers, and their way back into its weights.
+"""Low-rank adapters (LoRA) on a model's linear layers, their way back into its weights, and from update to update.
 
 Left out: the matrix products and the merge, which are the peft library's. It is imported only where adapters are asked
 for: it takes seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.checkpoint import OptimizerState
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _SHOWN = 12  # names in an error
+_ADAPTER = "default"  # peft's name of it
+_PREFIX = "policy."  # of a policy's parameters in OptimizerState
 
 
 def head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -110,3 +113,108 @@ def merge(adapted: "PeftModel") -> None:
         adapted: From add_adapters.
     """
     adapted.merge_and_unload()
+
+
+def policy_adapters(
+    policy: PreTrainedModel,
+    state: OptimizerState,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] | None,
+    seed: int,
+) -> "PeftModel | None":
+    """Put adapters into a policy, those of the previous update where there was one, without changing what it computes.
+
+        y = W x + alpha / rank * (B A - B_0 A_0) x
+
+    W, the published policy's, holds the stored B_0 A_0 already, so these are taken back: A and B start at A_0 and B_0.
+
+    Args:
+        policy: As published.
+        state: With the stored adapters.
+        rank: See add_adapters; 0 = none, and None is returned.
+        alpha: See add_adapters.
+        targets: See add_adapters.
+        seed: Of the first adapters of a chain.
+
+    Raises:
+        ConfigError: See add_adapters.
+        ModelError: If the policy was trained before, but with other adapters or without any.
+    """
+    if rank == 0:
+        return None
+    adapted = add_adapters(policy, rank=rank, alpha=alpha, targets=targets, whole=(), seed=seed)
+    if state.steps.get("policy"):
+        _go_on(policy, adapted, {name.removeprefix(_PREFIX): tensor for name, tensor in state.adapters.items()})
+    return adapted
+
+
+class _Since(nn.Module):
+    """One of the two matrices of an adapter, beside where it started: together they give B A x - B_0 A_0 x.
+
+        first:  x -> (A x, A_0 x)
+        second: (h, h_0) -> B h - B_0 h_0
+
+    The difference is taken inside one product, whose sums are float32, before anything is rounded or added to W x.
+    """
+
+    def __init__(self, weight: nn.Parameter, start: Tensor, *, first: bool) -> None:
+        """Begin at `start`; `weight` becomes the matrix that learns."""
+        super().__init__()
+        self.weight, self.first = weight, first
+        weight.data.copy_(start)
+        self.register_buffer("start", weight.detach().clone())
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the product, [..., 2 rank] for the first matrix and [..., out] for the second."""
+        start: Any = self.start
+        pair = torch.cat([self.weight, start]) if self.first else torch.cat([self.weight, -start], dim=1)
+        return nn.functional.linear(states, pair)
+
+
+def _go_on(policy: PreTrainedModel, adapted: "PeftModel", stored: Mapping[str, Tensor]) -> None:
+    """Set the adapters to the stored ones, and take what these do back from what the layers return."""
+    named = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if {name: tensor.shape for name, tensor in stored.items()} != {name: p.shape for name, p in named.items()}:
+        raise ModelError(
+            f"the policy was trained with {len(stored)} adapter matrices, but now there are {len(named)} for"
+            " ppo_update.lora_rank and lora_targets, or of another rank: these may not change within a chain"
+        )
+    for place, layer in _adapted_layers(adapted).items():
+        for letter, matrices in (("A", layer.lora_A), ("B", layer.lora_B)):
+            start = stored[f"{place}.lora_{letter}.{_ADAPTER}.weight"]
+            matrices[_ADAPTER] = _Since(matrices[_ADAPTER].weight, start, first=letter == "A")
+
+
+def _adapted_layers(adapted: "PeftModel") -> dict[str, Any]:
+    """The layers with adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    modules = adapted.get_base_model().named_modules()
+    return {name: module for name, module in modules if isinstance(module, LoraLayer)}
+
+
+def adapters_among(named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """Return those of some named parameters that belong to adapters."""
+    return {name: parameter.detach() for name, parameter in named if ".lora_" in name}
+
+
+def merged(adapted: "PeftModel", plain: PreTrainedModel) -> PreTrainedModel:
+    """Add what the adapters have learnt to the weights that they were put beside, in float32, and return the model.
+
+    The policy's own copy of the weights may be rounded; the published weights never are.
+
+    Args:
+        adapted: From policy_adapters.
+        plain: The policy as it was published before, float32, on the CPU; changed in place.
+    """
+    for place, layer in _adapted_layers(adapted).items():
+        change = layer.get_delta_weight(_ADAPTER).detach()
+        matrices = layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+        if isinstance(matrices[0], _Since):
+            taken_back = matrices[1].start @ matrices[0].start * layer.scaling[_ADAPTER]
+            change = change - (taken_back.T if layer.fan_in_fan_out else taken_back)
+        weight: Any = plain.get_submodule(place).weight
+        weight.data += change.to(weight.device)
+    return plain

@@ -9,6 +9,7 @@ from transformers import get_scheduler
 
 from rlhf_core.errors import ModelError, NumericError
 from rlhf_core.models.checkpoint import OptimizerState
+from rlhf_core.training.lora import adapters_among
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -125,6 +126,7 @@ def captured(
         episode=episode,
         first_moments=before.first_moments | first,
         second_moments=before.second_moments | second,
+        adapters=before.adapters | adapters_among(named),
     )
 
 

@@ -21,7 +21,7 @@ from rlhf_core.artifacts.provenance import hash_tokenizer
 from rlhf_core.artifacts.schema import PREFERENCES, advantages_schema
 from rlhf_core.artifacts.shards import iter_tables, read_metadata, shard_name, write_shard
 from stages import ppo_update, score, train_rm
-from tests.distributed_case import AGGREGATIONS, updated
+from tests.distributed_case import CASES, updated
 from tests.ppo_case import ALONE
 from tests.tiny_run import POLICY, PROMPT, change, stage
 
@@ -127,16 +127,16 @@ def test_two_processes_update_the_policy_as_one(project: Path, monkeypatch: pyte
     assert measured["optimizer_steps"] == 6
 
 
-def test_every_aggregation_gives_the_step_of_one_process(tmp_path: Path) -> None:
+def test_every_aggregation_and_adapters_give_the_step_of_one_process(tmp_path: Path) -> None:
     found = launched(
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.distributed_case", str(tmp_path)
     )
     assert found.returncode == 0, found.stderr
-    for aggregation in AGGREGATIONS:
-        log, tensors = updated(aggregation, ALONE)
+    for case in CASES:
+        log, tensors = updated(case, ALONE)
         for rank in (0, 1):
-            assert_same_weights(load_file(tmp_path / f"{aggregation}-{rank}.safetensors"), tensors, atol=1e-6)
-            theirs = json.loads((tmp_path / f"{aggregation}-{rank}.json").read_text())
+            assert_same_weights(load_file(tmp_path / f"{case}-{rank}.safetensors"), tensors, atol=1e-6)
+            theirs = json.loads((tmp_path / f"{case}-{rank}.json").read_text())
             assert theirs == [pytest.approx(step, **ROUNDED) for step in log]
 
 

@@ -1,8 +1,11 @@
 """Adapters beside linear layers, and what is left of them in the weights.
 
 Mutations that must fail here: no scaling; the transpose of a Conv1D; adapters in frozen layers; a random pooler frozen;
-an adapter left in the model; rank and alpha swapped.
+an adapter left in the model; rank and alpha swapped; stored adapters not taken back, or taken back after rounding.
 """
+
+import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,9 +13,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.batching import collate
+from rlhf_core.models.forward import token_outputs
 from rlhf_core.models.loading import new_classifier
-from rlhf_core.training.lora import add_adapters, head_parameters, merge
+from rlhf_core.training.lora import add_adapters, head_parameters, merge, merged, policy_adapters
 from rlhf_core.training.reward_model import freeze_lowest
+from tests.ppo_case import NO_STATE, PROMPTS, RESPONSES
+from tests.tiny import tiny_model
 from tests.tiny_encoder import save_encoder
 
 CPU = torch.device("cpu")
@@ -160,3 +167,60 @@ def test_adapters_of_rounded_weights_are_float32_and_are_added_before_rounding(t
     expected = (named[f"{place}.base_layer.weight"].float() + 3 * (b @ a)).to(torch.bfloat16)
     merge(adapted)
     assert torch.equal(dict(model.named_parameters())[f"{place}.weight"], expected)
+
+
+def moved(model, generator):
+    """The model with adapters away from zero, as an update leaves it: the published weights, and the state."""
+    adapted = policy_adapters(model, NO_STATE, **OPTIONS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    tensors = {f"policy.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return adapted, dataclasses.replace(NO_STATE, steps={"policy": 1}, adapters=tensors)
+
+
+@pytest.mark.parametrize("precision, rounding", [("float32", 1e-5), ("bf16-autocast", 0.0)])
+def test_stored_adapters_start_at_the_published_policy_in_every_precision(precision, rounding):
+    base = tiny_model().to(torch.bfloat16).float().eval()  # as policy 0: its weights are bfloat16 numbers
+    adapted, state = moved(copy.deepcopy(base), torch.Generator().manual_seed(1))
+    published = merged(adapted, copy.deepcopy(base))
+    going_on = copy.deepcopy(published)
+    policy_adapters(going_on, state, **OPTIONS)
+    batch = collate(PROMPTS, RESPONSES, range(4), pad_id=0, device=CPU)
+
+    def logprobs(model):
+        with torch.no_grad():
+            options = {"temperature": 0.7, "logits_chunk_tokens": 64, "critic": None}
+            return token_outputs(model, batch, precision=precision, **options).logprobs.double().numpy()
+
+    assert np.abs(logprobs(published) - logprobs(base)).max() > 0.1
+    assert np.abs(np.expm1(logprobs(going_on) - logprobs(published))).max() <= rounding
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: tiny_model(), lambda path: GPT2LMHeadModel.from_pretrained(save_gpt2(path))]
+)
+def test_what_is_published_is_the_base_and_the_adapters_whatever_was_published_between(make, tmp_path):
+    base = make(tmp_path).eval()
+    adapted, state = moved(copy.deepcopy(base), torch.Generator().manual_seed(1))
+    first = merged(adapted, copy.deepcopy(base))
+    second = copy.deepcopy(first)
+    adapted = policy_adapters(second, state, **OPTIONS)
+    step(second)
+    inputs, trained = torch.tensor([[5, 7, 9]]), copy.deepcopy(second)
+    found = merged(adapted, first)
+    with torch.no_grad():
+        np.testing.assert_allclose(found(inputs).logits.numpy(), trained(inputs).logits.numpy(), rtol=1e-4, atol=2e-4)
+    named, plain = dict(second.named_parameters()), dict(base.named_parameters())
+    for name in (name for name in named if ".lora_A." in name):
+        product = 3 * (named[name.replace("lora_A", "lora_B")] @ named[name]).detach()
+        place = name.split(".lora_A")[0] + ".weight"
+        expected = plain[place] + (product.T if "gpt2" in str(type(base)).lower() else product)
+        np.testing.assert_allclose(found.get_parameter(place).detach().numpy(), expected.detach().numpy(), atol=1e-5)
+
+
+def test_no_adapters_of_rank_0():
+    model = tiny_model()
+    assert policy_adapters(model, NO_STATE, **OPTIONS | {"rank": 0}) is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
