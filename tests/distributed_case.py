@@ -1,4 +1,4 @@
-"""One update by tests/ppo_case.py with each aggregation, and one with adapters, as one of several processes: run under torchrun by a test."""
+"""Updates by tests/ppo_case.py, one a case, as one of several processes: run under torchrun by a test."""
 
 import json
 import sys
