@@ -317,6 +317,14 @@ def test_override_that_breaks_the_minibatches_names_the_iteration(tmp_path: Path
     assert "(1000000)" in found
 
 
+def test_adapters_stay_the_same_along_a_chain_and_may_differ_between_chains(tmp_path: Path) -> None:
+    second = TWO.replace('"2": {prev: "1", rollout: {}, score: {}, advantages: {}, ppo_update: {}}', '"2": {prev: "%s",'
+                         " rollout: {}, score: {}, advantages: {}, ppo_update: {lora_rank: 8}}")  # fmt: skip
+    found = one_problem(tmp_path, iterations=second % "1")
+    assert "iteration '2': ppo_update.lora_rank is 8, but 0 in iteration '1' before it" in found
+    assert load(tmp_path, iterations=second % "0").at("2").ppo_update.lora_rank == 8
+
+
 def test_override_reaches_its_iteration_only(tmp_path: Path) -> None:
     iterations = TWO[: TWO.rindex("advantages: {}")] + "advantages: {gae_lambda: 0.5}, ppo_update: {}}\n"
     run = load(tmp_path, with_value("advantages", "gae_lambda", "0.9"), iterations)
