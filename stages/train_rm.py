@@ -12,7 +12,7 @@ from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata, read_table
 from rlhf_core.config import Params, TrainRmParams, load_run
 from rlhf_core.errors import DataError
-from rlhf_core.models.checkpoint import save_normalisation
+from rlhf_core.models.checkpoint import MEASURED_SCORES, save_normalisation
 from rlhf_core.models.loading import local_directory, new_classifier, save_like, save_pretrained, torch_device
 from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
@@ -74,9 +74,7 @@ def main() -> None:
         save_pretrained(model, tokenizer, work / "model", card=card)  # written anew: it may have got a pad token
     else:
         save_like(model, source, work / "model", card=card)
-    mean, std = mean_and_std(np.concatenate(found))
-    named = f"all responses of {len(measured)} {'held-out' if held_out else 'training'} rows"
-    save_normalisation(work / "model", mean=mean, std=std, measured_on=named)
+    mean, std = save_scores(work / "model", measured, found, on="held-out" if held_out else "training")
     publish(work / "model", OUT)
     metrics = ranking(held_out, found) | {"eval/raw_score_mean": mean, "eval/raw_score_std": std}
     write_json(METRICS, metrics | counts(data, held_out, trained))
@@ -119,6 +117,17 @@ def to_train_on(rows: Sequence[Ranked], rm: TrainRmParams) -> Counted:
             " ingest.max_pair_tokens"
         )
     return data
+
+
+def save_scores(
+    directory: Path, rows: Sequence[Ranked], found: Sequence[np.ndarray], *, on: str
+) -> tuple[float, float]:
+    """Write the raw scores of the measured responses and the normalisation by them; return their mean and deviation."""
+    mean, std = mean_and_std(np.concatenate(found))
+    save_normalisation(directory, mean=mean, std=std, measured_on=f"all responses of {len(rows)} {on} rows")
+    raw = {row.pair_id: own.tolist() for row, own in zip(rows, found, strict=True)}
+    write_json(directory / MEASURED_SCORES, raw)
+    return mean, std
 
 
 def counts(data: Counted, held_out: Sequence[Ranked], trained: Trained) -> dict[str, float]:

@@ -24,6 +24,7 @@ _OPTIMIZER = "optimizer.json"
 _MOMENTS = "moments.safetensors"
 _ADAPTERS = "adapters.safetensors"
 _NORMALISATION = "score_normalisation.json"
+MEASURED_SCORES = "measured_scores.json"  # of a reward model: pair_id -> raw scores that train_rm measured it by
 
 
 def new_value_head(hidden_size: int) -> nn.Linear:

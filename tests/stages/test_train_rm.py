@@ -186,6 +186,18 @@ def test_the_best_epoch_is_that_of_the_held_out_pairs(project) -> None:
     assert losses["best"] < losses["last"]
 
 
+def test_the_scores_that_it_was_measured_by_are_kept(project) -> None:
+    rows = varied(8)
+    write_rows(rows)
+    train_rm.main()
+    kept = json.loads((REWARD_MODEL / "measured_scores.json").read_text())
+    assert list(kept) == ["q3", "q7"]
+    right = [better > worse for better, worse in kept.values()]
+    assert measured()["eval/accuracy"] == sum(right) / 2
+    both = [score for pair in kept.values() for score in pair]
+    assert measured()["eval/raw_score_mean"] == pytest.approx(sum(both) / 4, rel=1e-12)
+
+
 def test_the_stage_writes_the_same_bytes_twice(project) -> None:
     change("train_rm", epochs=2)
     hashes = []

@@ -1,0 +1,1 @@
+"""Measurements on public data that are no part of the pipeline and of its tests."""
