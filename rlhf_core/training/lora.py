@@ -78,7 +78,7 @@ def add_adapters(
         )
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by r: a float will do
         target_modules=found,
         fan_in_fan_out=any(isinstance(linear[name], Conv1D) for name in found),
     )
