@@ -191,6 +191,16 @@ def test_metrics_are_counts_and_means(monkeypatch: pytest.MonkeyPatch, stub: typ
     }
 
 
+def test_a_response_is_finished_by_either_of_two_end_ids(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    set_params({"rollout": {**SMALL, "samples_per_prompt": 3}})
+    answers = [Sample([7, 2], [-0.5] * 2, "stop"), Sample([7, 4], [-0.5] * 2, "stop"), Sample([9], [-0.5], "length")]
+    stub.answer = staticmethod(lambda last, index, drawn: answers[index])  # type: ignore[method-assign]
+    run(monkeypatch)
+    assert json.loads(METRICS.read_text())["rollout/finished"] == pytest.approx(2 / 3)  # one of three was cut off
+
+
 def test_a_dropped_response_has_no_row_is_counted_and_does_not_make_its_shard_unfinished(
     monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
 ) -> None:
