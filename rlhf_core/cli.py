@@ -46,6 +46,8 @@ from rlhf_core.report.terminal import (
     token_table,
 )
 from rlhf_core.report.text import printable
+from rlhf_core.report.verify import default_targets, resolve
+from rlhf_core.report.verify import verify as walk
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -171,6 +173,25 @@ def preset(
 def summary() -> None:
     """Show base against latest: metrics of the main chain, the gain with its interval, and where the report is."""
     print_summary(Path("."))
+
+
+@app.command()
+def verify(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="An artifact, such as data/scores/iteration=1 or policy/2; default: the last checkpoints."),
+    ] = None,
+    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Pass over what is not there.")] = False,
+) -> None:
+    """Compare a checkpoint, and all it was made from back to the data, with the hashes recorded of them.
+
+    Stops with 1 at the first file that does not match, with its expected and its found hash and what to do.
+    """
+    root, count = Path("."), 0
+    for found in walk(root, [resolve(root, target)] if target else default_targets(root), allow_missing=allow_missing):
+        count += 1
+        typer.echo(f"{'ok' if found.digest else '--':3} {found.path} ({found.text})")
+    typer.echo(f"{count} artifacts, all as recorded")
 
 
 @app.command()

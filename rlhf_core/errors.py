@@ -21,6 +21,10 @@ class SandboxError(RlhfError):
     """Programs cannot be run with the isolation that is asked for. Never because of what a program does."""
 
 
+class DiskError(RlhfError):
+    """The disk, or a limit on it, does not take or give what is to be written or read."""
+
+
 class ArtifactError(RlhfError):
     """A file written by an earlier stage cannot be used."""
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.disk import disk_error, writing
 from rlhf_core.errors import RlhfError
 
 logger = logging.getLogger("rlhf")
@@ -59,7 +60,10 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
             main()
             for finished in work_root(name).glob("*/"):
                 shutil.rmtree(finished)  # partial work is for resuming; what is finished is published
-    except RlhfError as error:
+    except (RlhfError, OSError) as raised:
+        error = raised if isinstance(raised, RlhfError) else disk_error(raised)
+        if error is None:
+            raise
         if rank:
             time.sleep(_GRACE)
         process = f"process {rank}: " if rank else ""
@@ -145,11 +149,11 @@ def fsync_directory(directory: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON whole or not at all: temporary name, fsync, rename."""
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-        handle.write("\n")
+    with writing(temporary, needed=len(text.encode())), temporary.open("w", encoding="utf-8") as handle:
+        handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, path)

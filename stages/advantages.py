@@ -50,7 +50,7 @@ def main() -> None:
     state, responses = read_state(before), read_responses(source, iteration)
     metadata |= {
         "stage": "advantages",
-        "inputs": {**metadata["inputs"], "scores": hash_path(source), "reward_state": hash_path(before)},
+        "inputs": {**metadata["inputs"], str(source): hash_path(source), str(before): hash_path(before)},
         "conventions": params.conventions,
         "advantages": params.advantages.model_dump(),
     }

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rlhf_core.artifacts.lineage import write_lineage
+from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.config import load_run
 from rlhf_core.models.checkpoint import OptimizerState, save_optimizer
 from rlhf_core.models.loading import fetch_base_model, save_pretrained
@@ -23,7 +25,9 @@ def main() -> None:
     card = f"# Base model\n\n{origin} Iteration 0 of this run; also its reference model.\n"
     save_pretrained(model, tokenizer, work / "policy", card=card)
     save_optimizer(OptimizerState(steps={}, episode=0, first_moments={}, second_moments={}), work / "optimizer")
+    inputs = {params.source: hash_path(Path(params.source))} if Path(params.source).is_dir() else {}
     for name in ("policy", "optimizer"):
+        write_lineage(work / name, stage="base_model", inputs=inputs if name == "policy" else {})
         publish(work / name, CHECKPOINTS / name / "0")
     write_json(REWARD_STATE, FIRST_REWARD_STATE)
 

@@ -71,21 +71,23 @@ def main() -> None:
 def described(iteration: str, policy: Path, params: Params, ends: list[int]) -> dict[str, Any]:
     """Return the metadata of the shards: everything that the result depends on."""
     rewards = params.evaluate.rewards
-    inputs = {"prompts": hash_path(PROMPTS), "policy": hash_path(policy), "reward_model": hash_path(REWARD_MODEL)}
+    models = described_models(rewards, REWARD_MODEL, group="evaluate.rewards")
+    inputs = {str(path): hash_path(path) for path in (PROMPTS, policy, REFERENCE, REWARD_MODEL)}
+    inputs |= {str(path): models[name] for name, path in reward_models(rewards, REWARD_MODEL).items()}
     inputs |= described_inputs(rewards)
     return {
         "stage": "evaluate",
         "iteration": iteration,
         "inputs": inputs,
-        "policy": inputs["policy"],
-        "reference": hash_path(REFERENCE),
+        "policy": inputs[str(policy)],
+        "reference": inputs[str(REFERENCE)],
         "tokenizer": read_metadata(PROMPTS)["tokenizer"],
         "eos_ids": ends,
         "temperature": params.evaluate.temperature,
         "logprobs_mode": LOGPROBS_MODE,
         "vllm": vllm_version(),
         "rewards": described_sources(rewards),
-        "reward_models": described_models(rewards, REWARD_MODEL, group="evaluate.rewards"),
+        "reward_models": models,
         **params.model_dump(include={"seed", "sampling", "evaluate", "compute"}, exclude={"evaluate": {"rewards"}}),
     }
 

@@ -44,12 +44,12 @@ def main() -> None:
         shared |= {"drops": dropped_pairs, "max_pair_tokens": p.max_pair_tokens, "other_sides": sides}
         pairs = preferences_table(rows, tokenizer, eos_id=eos_id, **shared)
         require_both_sides(pairs, dropped_pairs, source=p.preferences)
-        inputs = {"preferences": source_hash(p.preferences, rows)}
+        inputs = {p.preferences: source_hash(p.preferences, rows)}
         if dropped_pairs.counts()["prompt_on_other_side"]:  # only then do the pairs depend on the prompts
-            inputs["prompts"] = prompts_hash
+            inputs[p.prompts] = prompts_hash
 
     work = work_directory("ingest", {"params": p.model_dump(), "prompts": prompts_hash, "pairs": inputs, **metadata})
-    write(prompts, PROMPTS, work / "prompts", {**metadata, "inputs": {"prompts": prompts_hash}})
+    write(prompts, PROMPTS, work / "prompts", {**metadata, "inputs": {p.prompts: prompts_hash}})
     write(pairs, PREFERENCES, work / "preferences", {**metadata, "inputs": inputs})
     for name in ("prompts", "preferences"):
         publish(work / name, Path("data") / name)

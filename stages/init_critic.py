@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rlhf_core.artifacts.lineage import write_lineage
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.config import ComputeParams, load_run
 from rlhf_core.errors import ModelError
@@ -20,12 +21,14 @@ def main() -> None:
     params = load_run().params
     inputs = {"policy": hash_path(POLICY), "reward_model": hash_path(REWARD_MODEL)}
     work = work_directory("init_critic", {**inputs, **params.model_dump(include={"compute", "critic"})})
-    critic = None
+    critic, used = None, [POLICY]
     if params.critic.kind == "shared":
         critic = Critic(new_value_head(hidden_size(POLICY)))
     elif params.critic.kind == "separate":
         critic = separate_critic(params.critic.init, params.compute)
+        used += [REWARD_MODEL] if params.critic.init == "reward_model" else []
     save_critic(critic, work / "critic")
+    write_lineage(work / "critic", stage="init_critic", inputs={str(path): hash_path(path) for path in used})
     publish(work / "critic", OUT)
 
 

@@ -9,12 +9,14 @@ from typing import Any
 from tqdm import tqdm
 
 from rlhf_core.algorithms.conventions import CONVENTIONS
+from rlhf_core.artifacts.lineage import write_lineage
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata
 from rlhf_core.config import Params, load_run
+from rlhf_core.disk import require_space
 from rlhf_core.errors import StaleInput
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
-from rlhf_core.models.loading import load_causal_lm, save_like, torch_device
+from rlhf_core.models.loading import load_causal_lm, save_like, tensor_bytes, torch_device
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
@@ -48,6 +50,7 @@ def main() -> None:
     )
     adapted = policy_adapters(policy, state, **lora_options(params))
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
+    check_room(policy, critic)
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)
     with tqdm(total=steps, desc="ppo_update", unit="step", disable=not processes.is_main) as bar:
@@ -59,7 +62,7 @@ def main() -> None:
     if not processes.is_main:
         return
 
-    inputs = {"advantages": hash_path(source), **{name: hash_path(path) for name, path in before.items()}}
+    inputs = {str(path): hash_path(path) for path in (source, *before.values())}
     described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
     work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
     card = policy_card(iteration, prev, inputs, ppo, critic_only)
@@ -67,9 +70,18 @@ def main() -> None:
     save_critic(critic, work / "critic")
     save_optimizer(learner.state(state, steps=len(log), episode=state.episode + own), work / "optimizer")
     for name in ("policy", "critic", "optimizer"):
+        write_lineage(work / name, stage="ppo_update", iteration=iteration, inputs=inputs)
         publish(work / name, CHECKPOINTS / name / iteration)
     write_json(Path(f"data/metrics/ppo_update/{iteration}.json"), metrics)
     write_steps(Path(f"data/plots/ppo_update/{iteration}.csv"), log)
+
+
+def check_room(policy: Any, critic: Any) -> None:
+    """Check that there is room for the weights, and for AdamW's two moments of each that is trained."""
+    weights = [*policy.parameters(), *(critic.parameters() if critic is not None else [])]
+    trained = [weight for weight in weights if weight.requires_grad]
+    needed = tensor_bytes(weights) + 2 * tensor_bytes(trained)
+    require_space(CHECKPOINTS, needed, "the new checkpoint with AdamW's two moments of each trained weight")
 
 
 def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:

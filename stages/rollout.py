@@ -12,6 +12,7 @@ if __name__ == "__main__":
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata
 from rlhf_core.config import Run, load_run
+from rlhf_core.disk import require_space
 from rlhf_core.errors import StaleInput
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer
 from rlhf_core.sampling import rollouts
@@ -44,6 +45,10 @@ def main() -> None:
         rollouts.write_empty_shard(work, metadata)
     elif missing:
         sampling = params.sampling.model_dump()
+        prompts = [prompt for number in missing for prompt in shards[number]]
+        require_space(
+            work, rollouts.most_bytes(prompts, shared["n"], sampling["max_new_tokens"]), "what is to be sampled"
+        )
         shared |= {name: sampling.pop(name) for name in ("temperature", "max_new_tokens")}
         sampler = Sampler(policy, **sampling, seed=params.seed)
         tokenizer = load_tokenizer(policy)
@@ -69,12 +74,12 @@ def described(run: Run, iteration: str, policy: Path) -> dict[str, Any]:
     params, tokenizer = run.at(iteration), hash_tokenizer(policy)
     if read_metadata(PROMPTS)["tokenizer"] != tokenizer:
         raise StaleInput(f"{PROMPTS} was made with another tokenizer than that of {policy}; run `dvc repro ingest`")
-    inputs = {"prompts": hash_path(PROMPTS), "policy": hash_path(policy)}
+    inputs = {str(path): hash_path(path) for path in (PROMPTS, policy)}
     return {
         "stage": "rollout",
         "iteration": iteration,
         "inputs": inputs,
-        "policy": inputs["policy"],
+        "policy": inputs[str(policy)],
         "tokenizer": tokenizer,
         "eos_ids": eos_ids(policy, load_tokenizer(policy)),
         "temperature": params.sampling.temperature,

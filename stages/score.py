@@ -9,6 +9,7 @@ import pyarrow as pa
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
 from rlhf_core.config import Params, Run, load_run
+from rlhf_core.disk import directory_bytes, require_space
 from rlhf_core.errors import DataError, NumericError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
@@ -48,6 +49,8 @@ def main() -> None:
         eos_ids=metadata["eos_ids"],
         nonfinite_scores=params.score.nonfinite_scores,
     )
+    # A rollouts token is about 6 bytes; its logprobs, reference logprobs and values, kept twice for a while, about 30.
+    require_space(work, 6 * sum(map(directory_bytes, sources)), "what the models compute")
     run_other_sources(passes, params.rewards)  # first: what is wrong with them shows before a model has run
     run_passes(passes, policy, critic, params, same_model=metadata["reference"] == metadata["policy"])
 
@@ -154,10 +157,12 @@ def described(sources: list[Path], policy: Path, critic: Path, params: Params) -
     for source in sources[1:]:
         check_replayed(source, metadata)
     metadata |= {"reference": hash_path(REFERENCE), "critic": hash_path(critic), "precision": params.compute.precision}
-    metadata["reward_models"] = described_models(params.rewards, REWARD_MODEL, group="rewards")
-    inputs = {**metadata["inputs"], "rollouts": hash_path(own)}
-    inputs |= {f"rollouts/{read_metadata(source)['iteration']}": hash_path(source) for source in sources[1:]}
+    models = described_models(params.rewards, REWARD_MODEL, group="rewards")
+    inputs = {**metadata["inputs"], **{str(source): hash_path(source) for source in sources}}
+    inputs |= {str(REFERENCE): metadata["reference"], str(critic): metadata["critic"]}
+    inputs |= {str(path): models[name] for name, path in reward_models(params.rewards, REWARD_MODEL).items()}
     inputs |= described_inputs(params.rewards)
+    metadata["reward_models"] = models
     return metadata | {"stage": "score", "inputs": inputs, "rewards": described_sources(params.rewards)}
 
 

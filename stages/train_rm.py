@@ -8,12 +8,21 @@ import numpy as np
 from tqdm import tqdm
 
 from rlhf_core.algorithms.statistics import mean_and_std
+from rlhf_core.artifacts.lineage import write_lineage
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.shards import read_metadata, read_table
 from rlhf_core.config import Params, TrainRmParams, load_run
+from rlhf_core.disk import require_space
 from rlhf_core.errors import DataError
 from rlhf_core.models.checkpoint import MEASURED_SCORES, save_normalisation
-from rlhf_core.models.loading import local_directory, new_classifier, save_like, save_pretrained, torch_device
+from rlhf_core.models.loading import (
+    local_directory,
+    new_classifier,
+    save_like,
+    save_pretrained,
+    tensor_bytes,
+    torch_device,
+)
 from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
@@ -52,6 +61,7 @@ def main() -> None:
     adapted = adapters(model, rm, seed) if rm.lora_rank else None
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)
+    require_space(OUT, tensor_bytes(model.parameters()), "the reward model")
     trained = fit(model, data.rows, held_out, rm, execution, seed)
     if adapted is not None:
         merge(adapted)
@@ -75,6 +85,9 @@ def main() -> None:
     else:
         save_like(model, source, work / "model", card=card)
     mean, std = save_scores(work / "model", measured, found, on="held-out" if held_out else "training")
+    name = str(source) if rm.model == "base" else rm.model
+    inputs = {str(PREFERENCES): hash_path(PREFERENCES), name: hash_path(source)}
+    write_lineage(work / "model", stage="train_rm", inputs=inputs)
     publish(work / "model", OUT)
     metrics = ranking(held_out, found) | {"eval/raw_score_mean": mean, "eval/raw_score_std": std}
     write_json(METRICS, metrics | counts(data, held_out, trained))
@@ -185,6 +198,7 @@ def no_reward_model(work: Path) -> None:
     """Without preferences (ingest.preferences: null) the out is a directory that says so; no stage may then use it."""
     (work / "model").mkdir(exist_ok=True)
     (work / "model" / "README.md").write_text("No reward model: there are no preference pairs to train one on.\n")
+    write_lineage(work / "model", stage="train_rm", inputs={str(PREFERENCES): hash_path(PREFERENCES)})
     publish(work / "model", OUT)
     write_json(METRICS, {"train/pairs": 0})
 

@@ -36,8 +36,22 @@ def hash_path(path: Path) -> str:
         return _hash_file(path)
     if not path.is_dir():
         raise ArtifactError(f"{path}: no such file or directory; run `dvc repro` for the stage that writes it")
-    names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    return _hash_files(path, [name for name in names if not any(map(_left_out, name.split("/")))])
+    return combined_hash({name: _hash_file(path / name) for name in content_files(path)})
+
+
+def content_files(directory: Path) -> list[str]:
+    """Return the relative names of a directory's files that hash_path counts, sorted."""
+    names = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return sorted(name for name in names if not any(map(_left_out, name.split("/"))))
+
+
+def combined_hash(digests: dict[str, str]) -> str:
+    """Return the hash of a directory from those of its files, by relative name."""
+    # A name cannot hold a NUL and a digest has a fixed length, so no two sets of files share one text.
+    digest = hashlib.sha256()
+    for name in sorted(digests):
+        digest.update(f"{name}\0{digests[name]}".encode())
+    return digest.hexdigest()
 
 
 def hash_tokenizer(directory: Path) -> str:
@@ -52,7 +66,7 @@ def hash_tokenizer(directory: Path) -> str:
     Raises:
         ModelError: If the directory holds no tokenizer file.
     """
-    return _hash_files(directory, [path.name for path in tokenizer_files(directory)])
+    return combined_hash({path.name: _hash_file(path) for path in tokenizer_files(directory)})
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
@@ -75,11 +89,3 @@ def _left_out(part: str) -> bool:
 def _hash_file(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _hash_files(root: Path, names: list[str]) -> str:
-    # A name cannot hold a NUL and a digest has a fixed length, so no two sets of files share one text.
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        digest.update(f"{name}\0{_hash_file(root / name)}".encode())
-    return digest.hexdigest()

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from rlhf_core.artifacts.checks import check_rows, check_unique, list_lengths, row_name
 from rlhf_core.artifacts.schema import ALIGNED, SCHEMA_VERSION, declared_types
+from rlhf_core.disk import writing
 from rlhf_core.errors import ArtifactError, RowMismatch, SchemaMismatch
 from rlhf_core.stage import fsync_directory
 
@@ -100,7 +101,7 @@ def write_shard(path: Path, table: pa.Table, schema: pa.Schema, metadata: dict[s
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as handle:
+    with writing(temporary, needed=table.nbytes), temporary.open("wb") as handle:
         described = table.schema.with_metadata({_METADATA_KEY: text.encode()})
         with pq.ParquetWriter(handle, described, compression="zstd", write_page_checksum=True) as writer:
             for start, stop in _row_groups(table, path):
@@ -292,15 +293,19 @@ def _open(path: Path) -> tuple[pq.ParquetFile, dict[str, Any]]:
     """Parse the footer: the file, and our metadata in it."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
+        file.schema_arrow.names  # noqa: B018  (decodes them)
         text = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise ArtifactError(f"{path}: damaged: {error}{_RERUN}") from None
     if text is None:
         raise SchemaMismatch(
             f"{path}: a Parquet file without our metadata: no stage of this project wrote it; move it away"
         )
-    metadata: dict[str, Any] = json.loads(text)
-    version = metadata.get("schema_version")
+    try:
+        metadata: dict[str, Any] = json.loads(text)
+        version = metadata.get("schema_version")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{path}: damaged: our metadata in its footer cannot be read ({error}){_RERUN}") from None
     if version != SCHEMA_VERSION:
         raise SchemaMismatch(f"{path}: schema version {version}; this code reads version {SCHEMA_VERSION}{_RERUN}")
     return file, metadata

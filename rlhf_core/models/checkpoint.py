@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_core.artifacts.lineage import check_directory, check_safetensors
 from rlhf_core.errors import ModelError
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.loading import first_line, load_backbone, read_json
+from rlhf_core.models.loading import first_line, load_backbone, read_json, saving, tensor_bytes
 from rlhf_core.stage import write_json
 
 _HEAD = "value_head.safetensors"
@@ -47,9 +48,10 @@ def save_critic(critic: Critic | None, directory: Path) -> None:
         write_json(directory / _CRITIC, {"kind": "none"})
         return
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
-    save_file(tensors, directory / _HEAD)
-    if critic.backbone is not None:
-        critic.backbone.save_pretrained(directory / _BACKBONE)
+    with saving(directory, tensor_bytes(critic.parameters())):
+        save_file(tensors, directory / _HEAD)
+        if critic.backbone is not None:
+            critic.backbone.save_pretrained(directory / _BACKBONE)
     kind = "shared" if critic.backbone is None else "separate"
     write_json(directory / _CRITIC, {"kind": kind, "hidden_size": critic.head.in_features})
 
@@ -60,7 +62,8 @@ def critic_kind(directory: Path) -> str:
     Raises:
         ModelError: If critic.json is missing or says something else.
     """
-    kind = read_json(directory / _CRITIC).get("kind")
+    content = read_json(directory / _CRITIC)
+    kind = content.get("kind") if isinstance(content, dict) else content
     if kind not in ("shared", "separate", "none"):
         raise ModelError(f"{directory / _CRITIC}: kind is {kind!r}; expected shared, separate or none")
     return str(kind)
@@ -83,6 +86,7 @@ def load_critic(
     kind = critic_kind(directory)
     if kind == "none":
         return None
+    check_directory(directory)
     if kind == "separate":
         backbone = load_backbone(directory / _BACKBONE, device=device, precision=precision)
         return Critic(_load_head(directory, backbone, "its backbone"), backbone).to(device)
@@ -130,7 +134,10 @@ def save_optimizer(state: OptimizerState, directory: Path) -> None:
     moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in state.second_moments.items()}
     for file, tensors in ((_MOMENTS, moments), (_ADAPTERS, state.adapters)):
         if tensors or file == _MOMENTS:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / file)
+            with saving(directory / file, tensor_bytes(tensors.values())):
+                save_file(
+                    {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / file
+                )
     write_json(directory / _OPTIMIZER, {"kind": "adamw", "steps": state.steps, "episode": state.episode})
 
 
@@ -140,11 +147,16 @@ def load_optimizer(directory: Path) -> OptimizerState:
     Raises:
         ModelError: If a file is missing or broken.
     """
+    check_directory(directory)
     description = read_json(directory / _OPTIMIZER)
     moments = _read_tensors(directory / _MOMENTS)
+    try:
+        steps, episode = {part: int(step) for part, step in description["steps"].items()}, int(description["episode"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{directory / _OPTIMIZER}: expected steps by part, and episode: {error!r}") from None
     return OptimizerState(
-        steps={part: int(step) for part, step in description["steps"].items()},
-        episode=int(description["episode"]),
+        steps=steps,
+        episode=episode,
         first_moments={n.removeprefix("exp_avg/"): t for n, t in moments.items() if n.startswith("exp_avg/")},
         second_moments={n.removeprefix("exp_avg_sq/"): t for n, t in moments.items() if n.startswith("exp_avg_sq/")},
         adapters=_read_tensors(directory / _ADAPTERS) if (directory / _ADAPTERS).exists() else {},
@@ -174,10 +186,14 @@ def load_normalisation(directory: Path) -> tuple[float, float]:
         ModelError: If the file is missing: the directory was not written by train_rm.
     """
     content = read_json(directory / _NORMALISATION)
-    return float(content["mean"]), float(content["std"])
+    try:
+        return float(content["mean"]), float(content["std"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory / _NORMALISATION}: expected the numbers mean and std: {error!r}") from None
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    check_safetensors(path)
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

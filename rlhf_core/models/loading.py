@@ -8,12 +8,15 @@ import importlib.util
 import json
 import logging
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,7 +27,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.artifacts.provenance import tokenizer_files
+from rlhf_core.disk import disk_error
 from rlhf_core.errors import ModelError
 from rlhf_core.models.tokenizer import pad_id
 
@@ -206,15 +211,22 @@ def hidden_size(directory: Path) -> int:
     Raises:
         ModelError: If there is no such file.
     """
+    return int(_read_config(directory).get_text_config().hidden_size)
+
+
+def _read_config(directory: Path) -> Any:
+    """Read a model directory's config.json, after the cheap check of all its files."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    return int(config.get_text_config().hidden_size)
+    check_directory(directory)
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory / 'config.json'}: cannot be read: {first_line(error)}") from None
 
 
 def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision: str, advice: str) -> PreTrainedModel:
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    _read_config(directory)
     try:
         model, info = auto.from_pretrained(
             directory,
@@ -223,7 +235,7 @@ def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision:
             output_loading_info=True,
             local_files_only=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {first_line(error)}") from None
     if info["missing_keys"] or info["mismatched_keys"]:
         missing = ", ".join(sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))[:5])
@@ -239,10 +251,7 @@ def load_classifier(directory: Path, *, device: torch.device, precision: str) ->
     """
     from transformers import AutoModelForSequenceClassification
 
-    check_one_label(
-        directory,
-        AutoConfig.from_pretrained(directory, local_files_only=True) if (directory / "config.json").is_file() else None,
-    )
+    check_one_label(directory, _read_config(directory) if (directory / "config.json").is_file() else None)
     advice = (
         ". A plain language model cannot score: give a directory that train_rm wrote, or a sequence classifier with one"
         " label"
@@ -273,16 +282,13 @@ def new_classifier(directory: Path, *, device: torch.device, precision: str, see
     """
     from transformers import AutoModelForSequenceClassification
 
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    check_one_label(directory, config)
+    check_one_label(directory, _read_config(directory))
     torch.manual_seed(seed)
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             directory, num_labels=1, dtype=weight_dtype(precision), use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded as a sequence classifier: {first_line(error)}") from None
     if info["missing_keys"]:
         logger.info("%s: new head (%s)", directory, ", ".join(sorted(info["missing_keys"])))
@@ -321,9 +327,10 @@ def save_pretrained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         directory: Created; an existing file in it is overwritten.
         card: Text of README.md.
     """
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    with saving(directory, tensor_bytes(model.parameters())):
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def save_like(model: PreTrainedModel, source: Path, directory: Path, *, card: str) -> None:
@@ -337,10 +344,36 @@ def save_like(model: PreTrainedModel, source: Path, directory: Path, *, card: st
         directory: Created; an existing file in it is overwritten.
         card: Text of README.md.
     """
-    model.save_pretrained(directory)
-    for path in tokenizer_files(source):
-        shutil.copyfile(path, directory / path.name)
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    with saving(directory, tensor_bytes(model.parameters())):
+        model.save_pretrained(directory)
+        for path in tokenizer_files(source):
+            shutil.copyfile(path, directory / path.name)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that tensors take on disk."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextmanager
+def saving(path: Path, needed: int) -> Iterator[None]:
+    """Say it in our words when the disk refuses a model or its tensors; the libraries tell it in words of their own.
+
+    Args:
+        path: What is written: the file or directory of a checkpoint in the making.
+        needed: Bytes.
+
+    Raises:
+        DiskError: With needed and free bytes.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        problem = disk_error(error, path, needed=needed)
+        if problem is None:
+            raise
+        raise problem from None
 
 
 def read_json(path: Path) -> Any:

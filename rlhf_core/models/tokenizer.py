@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.errors import ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -26,12 +27,26 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory}: no tokenizer files (looked for {', '.join(_TOKENIZER_FILES)}); copy the tokenizer of the"
             " model into the directory, for instance with tokenizer.save_pretrained"
         )
+    check_directory(directory)
+    _check_json(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{directory}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{directory}: the tokenizer cannot be read: {error!r:.300}") from None
     pad_id(tokenizer)
     return tokenizer
+
+
+def _check_json(directory: Path) -> None:
+    """Refuse files that are no JSON by name; the tokenizers library raises a plain Exception for them."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            if (path := directory / name).is_file():
+                json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # undecodable text is one
+            raise ModelError(
+                f"{path}: not JSON, so the tokenizer cannot be read ({error}); copy it from the model again"
+            ) from None
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

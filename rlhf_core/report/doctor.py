@@ -1,18 +1,15 @@
 """Checks of the machine and the checkout, each with what to do. Reads only; imports no model library."""
 
-import fcntl
 import importlib.metadata
-import json
-import os
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rlhf_core.config import load_run
 from rlhf_core.errors import RlhfError
+from rlhf_core.report.check import Check
+from rlhf_core.report.locks import lock_checks
 
 # What the code is written for.
 PYTHON = (3, 11)
@@ -34,15 +31,6 @@ PACKAGES = (
     ("jinja2",),
     ("typer",),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding."""
-
-    name: str
-    status: Literal["ok", "warning", "error"]
-    text: str
 
 
 def diagnose(root: Path) -> list[Check]:
@@ -106,62 +94,6 @@ def params_check(root: Path) -> Check:
     except RlhfError as error:
         return Check("params", "error", str(error))
     return Check("params", "ok", f"params.yaml and iterations.yaml are valid, {len(run.iterations)} iterations")
-
-
-def lock_checks(root: Path) -> list[Check]:
-    """Return findings about locks: stages that run now, and what a killed DVC left behind."""
-    checks = [
-        Check(
-            "stages", "warning", f"{lock.parent.name} is running here (process {_text(lock)}); wait for it or stop it"
-        )
-        for lock in sorted((root / ".work").glob("*/lock"))
-        if _held(lock)
-    ]
-    if not checks:
-        checks = [Check("stages", "ok", "none is running")]
-    return [*checks, _dvc_lock(root / ".dvc/tmp/rwlock")]
-
-
-def _dvc_lock(path: Path) -> Check:
-    """DVC notes the process ids of readers and writers in rwlock; after a kill, another process may have that id."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return Check("DVC lock", "ok", "free")
-    remedy = f"if no dvc process runs, delete {path}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        entries = [entry for section in ("read", "write") for entry in content.get(section, {}).values()]
-        owners = {int(one["pid"]) for entry in entries for one in (entry if isinstance(entry, list) else [entry])}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return Check("DVC lock", "error", f"{path} is damaged; {remedy}")
-    alive = sorted(pid for pid in owners if _alive(pid))
-    if alive:
-        return Check("DVC lock", "warning", f"held by process {', '.join(map(str, alive))}; {remedy}")
-    return Check("DVC lock", "ok", "free" if not owners else "left by a process that has ended; DVC clears it")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _held(lock: Path) -> bool:
-    """Whether another process holds the lock; it is let go at once if not."""
-    with lock.open("r") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    return False
-
-
-def _text(lock: Path) -> str:
-    return lock.read_text(encoding="utf-8").strip() or "unknown"
 
 
 def _version(name: str) -> str | None:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from rlhf_core.artifacts.checks import list_lengths
 from rlhf_core.artifacts.schema import outcome_column, score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
+from rlhf_core.disk import writing
 from rlhf_core.errors import AnswerError, ModelError, NumericError, RewardError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
@@ -296,7 +297,7 @@ def save_array(path: Path, array: np.ndarray) -> None:
     """Write a float32 array whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as handle:
+    with writing(temporary, needed=4 * array.size), temporary.open("wb") as handle:
         np.save(handle, array.astype(np.float32), allow_pickle=False)
         handle.flush()
         os.fsync(handle.fileno())

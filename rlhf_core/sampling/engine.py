@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.errors import ConfigError, DataError, ModelError, NumericError
 from rlhf_core.seeding import derive_seed
 
@@ -96,13 +97,11 @@ def check_model(directory: Path) -> None:
         raise ModelError(f"{config}: no such file; expected a Hugging Face model directory") from None
     except ValueError as error:
         raise ModelError(f"{config}: not valid JSON: {error}") from None
-    weights = sorted(directory.glob("*.safetensors"))
-    if not weights:
+    if not any(directory.glob("*.safetensors")):
         raise ModelError(
             f"{directory}: no *.safetensors; expected the model's weights (a .bin or .pt file can run code: not read)"
         )
-    for path in weights:
-        _check_safetensors(path)
+    check_directory(directory)
 
 
 def token_budgets(
@@ -355,21 +354,6 @@ def _preload_libraries() -> list[str]:
     roots = [openmp.parent, *sorted(Path("/usr/lib").glob("*-linux-gnu"))]
     allocators = [path for root in roots for path in sorted(root.glob("libtcmalloc*.so.4"))]
     return [str(openmp), *map(str, allocators[:1])]
-
-
-def _check_safetensors(path: Path) -> None:
-    """Compare a file's size with what its header promises."""
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        header = handle.read(length) if 8 + length <= size else b""
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
-        whole = 8 + length + max(ends, default=0) == size
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        whole = False
-    if not whole:
-        raise ModelError(f"{path}: not a whole safetensors file ({size} bytes); copy or make the model again")
 
 
 def _some(items: Sequence[str], count: int = 5) -> str:

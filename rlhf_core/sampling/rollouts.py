@@ -117,6 +117,12 @@ def cut(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return [list(prompts[start : start + size]) for start in range(0, len(prompts), size)] or [[]]
 
 
+def most_bytes(prompts: Sequence[Prompt], n: int, max_new_tokens: int) -> int:
+    """Return the most that n samples of each prompt take on disk: ids, logprobs and text, before compression."""
+    # A token is an id and a logprob of 4 bytes each, and about as many bytes of text as an id.
+    return n * sum(len(prompt.prompt.encode()) + 4 * len(prompt.prompt_ids) + 12 * max_new_tokens for prompt in prompts)
+
+
 def rollout_table(
     iteration: str,
     prompts: Sequence[Prompt],

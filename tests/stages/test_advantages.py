@@ -251,8 +251,8 @@ def test_metadata_is_carried_on_with_inputs_and_parameters() -> None:
     assert found.pop("schema_version") == read_metadata(SCORES)["schema_version"]
     assert found.pop("inputs") == {
         "rollouts": "aa",
-        "scores": hash_path(SCORES),
-        "reward_state": hash_path(STATES / "0.json"),
+        "data/scores/iteration=1": hash_path(SCORES),
+        "data/reward_state/0.json": hash_path(STATES / "0.json"),
     }
     assert found.pop("stage") == "advantages"
     assert found.pop("conventions") == "ours"

@@ -98,7 +98,7 @@ def scored_rows(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 def test_a_shared_critic_starts_at_zero_on_the_policy_s_states(project):
     assert critic_kind(CRITIC) == "shared"
-    assert sorted(path.name for path in CRITIC.iterdir()) == ["critic.json", "value_head.safetensors"]
+    assert sorted(path.name for path in CRITIC.iterdir()) == ["critic.json", "lineage.json", "value_head.safetensors"]
     tensors = load_file(CRITIC / "value_head.safetensors")
     assert tensors["weight"].shape == (1, 64) and not any(tensor.any() for tensor in tensors.values())
 
@@ -170,7 +170,7 @@ def test_without_a_critic_there_are_no_values_and_no_checkpoint(project, monkeyp
     change("critic", kind="none")
     change("advantages", estimator="rloo")
     init_critic.main()
-    assert [path.name for path in CRITIC.iterdir()] == ["critic.json"]
+    assert [path.name for path in CRITIC.iterdir() if path.name != "lineage.json"] == ["critic.json"]
     assert json.loads((CRITIC / "critic.json").read_text()) == {"kind": "none"}
     assert load_critic(CRITIC, policy=None, device=CPU, precision="float32") is None
     rows = scored_rows(monkeypatch)
@@ -201,6 +201,7 @@ def test_a_separate_critic_is_bit_exact_after_a_reload(project, tmp_path):
     with torch.no_grad():
         found = [critic_values(critic, batch, None, precision="float32") for critic in (first, second)]
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    (CRITIC / "lineage.json").unlink()
     assert hash_path(CRITIC) == hash_path(tmp_path / "again")
     assert {path.suffix for path in CRITIC.rglob("*") if path.is_file()} == {".json", ".safetensors"}  # no pickles
 
@@ -210,6 +211,7 @@ def test_a_backbone_that_lacks_weights_is_refused(project):
 
     change("critic", kind="separate")
     init_critic.main()
+    (CRITIC / "lineage.json").unlink()
     path = CRITIC / "backbone/model.safetensors"
     tensors = load_file(path)
     del tensors["norm.weight"]
@@ -219,6 +221,7 @@ def test_a_backbone_that_lacks_weights_is_refused(project):
 
 
 def test_a_head_of_another_size_is_refused(project):
+    (CRITIC / "lineage.json").unlink()
     path = CRITIC / "critic.json"
     path.write_text(json.dumps({"kind": "shared", "hidden_size": 32}))
     policy = load_causal_lm(POLICY / "0", device=CPU, precision="float32")
@@ -259,7 +262,7 @@ def test_an_encoder_is_refused(project):
 
 
 def test_an_encoder_that_is_the_reward_model_is_refused(project):
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "model.safetensors", "lineage.json"):
         (REWARD_MODEL / name).unlink()
     BertForSequenceClassification(bert_config()).save_pretrained(REWARD_MODEL)
     refused("reward_model", "BertForSequenceClassification: has no linear score layer")

@@ -90,7 +90,7 @@ def test_metadata_holds_the_hash_of_the_own_source_only(project):
         assert read_metadata(directory) == {
             "schema_version": 3,
             "stage": "ingest",
-            "inputs": {name: hash_path(Path(f"data/raw/{name}.jsonl"))},
+            "inputs": {f"data/raw/{name}.jsonl": hash_path(Path(f"data/raw/{name}.jsonl"))},
             "tokenizer": tokenizer,
         }
 
@@ -125,7 +125,7 @@ def test_pairs_depend_on_the_prompts_only_where_these_remove_some(project):
     assert read_table(PAIRS).num_rows == 4
     assert json.loads(METRICS.read_text())["dropped/prompt_on_other_side"] == 1
     assert read_metadata(PAIRS)["inputs"] == {
-        name: hash_path(Path(f"data/raw/{name}.jsonl")) for name in ("preferences", "prompts")
+        f"data/raw/{name}.jsonl": hash_path(Path(f"data/raw/{name}.jsonl")) for name in ("preferences", "prompts")
     }
 
 

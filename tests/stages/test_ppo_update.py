@@ -129,7 +129,7 @@ def test_without_a_critic_the_policy_trains_alone(project, monkeypatch):
     scored(monkeypatch)
     stage(ppo_update, monkeypatch, "1", "0")
     assert weights_hash("1") != weights_hash("0")
-    assert [path.name for path in (CHECKPOINTS / "critic/1").iterdir()] == ["critic.json"]
+    assert sorted(path.name for path in (CHECKPOINTS / "critic/1").iterdir()) == ["critic.json", "lineage.json"]
     assert json.loads((CHECKPOINTS / "critic/1/critic.json").read_text()) == {"kind": "none"}
     assert load_optimizer(CHECKPOINTS / "optimizer/1").steps == {"policy": 4}
     assert not [name for name in metrics() if "value" in name or name.startswith("val/explained")]

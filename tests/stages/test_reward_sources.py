@@ -131,7 +131,7 @@ def test_programs_are_scored_by_the_tests_they_pass_and_their_outcome_is_a_colum
 
 def test_several_reward_models_each_have_a_column(project, monkeypatch):
     other = Path("models/other")
-    shutil.copytree("data/checkpoints/reward_model", other)
+    shutil.copytree("data/checkpoints/reward_model", other, ignore=shutil.ignore_patterns("lineage.json"))
     described = json.loads((other / "score_normalisation.json").read_text())
     (other / "score_normalisation.json").write_text(json.dumps({**described, "mean": described["mean"] - 1.0}))
     set_rewards(a=TRAINED, b={**TRAINED, "path": str(other), "weight": 0.5})

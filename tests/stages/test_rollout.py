@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.schema import PROMPTS, ROLLOUTS
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
-from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError, StaleInput
+from rlhf_core.errors import ConfigError, DataError, DiskError, ModelError, RlhfError, StaleInput
 from rlhf_core.sampling.engine import Sample
 from rlhf_core.sampling.rollouts import Prompt, choose_prompts
 from stages import rollout as stage
@@ -129,6 +129,20 @@ def run(monkeypatch: pytest.MonkeyPatch, iteration: str = "1", prev: str = "0") 
     stage.main()
 
 
+def test_room_for_all_samples_is_checked_before_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    # 5 prompts x 2 samples x (10 bytes of text + 2 ids of 4 + 40 tokens of 12) = 4980 bytes.
+    for free in (4979, 4980):
+        monkeypatch.setattr("rlhf_core.disk.free_bytes", lambda path, free=free: free)
+        if free < 4980:
+            with pytest.raises(DiskError, match="what is to be sampled takes about 4980 bytes, 4979 bytes are free"):
+                run(monkeypatch)
+            assert stub.started == 0
+        else:
+            run(monkeypatch)
+
+
 # --- what is written ----------------------------------------------------------------------------------------------
 
 
@@ -148,7 +162,7 @@ def test_rows_columns_and_metadata(monkeypatch: pytest.MonkeyPatch, stub: type[S
         assert (found["finish_reason"], len(found["response_ids"])) == (("stop", 3) if index == "0" else ("length", 1))
     metadata = read_metadata(OUT)
     policy = hash_path(Path("data/checkpoints/policy/0"))
-    assert metadata["inputs"] == {"prompts": hash_path(Path("data/prompts")), "policy": policy}
+    assert metadata["inputs"] == {"data/prompts": hash_path(Path("data/prompts")), "data/checkpoints/policy/0": policy}
     assert (metadata["stage"], metadata["iteration"], metadata["policy"]) == ("rollout", "1", policy)
     assert (metadata["temperature"], metadata["eos_ids"]) == (0.7, [2, 4])
     assert metadata["logprobs_mode"] == "processed_logprobs" and metadata["vllm"].startswith("vllm")

@@ -80,7 +80,7 @@ def test_the_metadata_name_what_was_replayed(two, monkeypatch):
     stage(score, monkeypatch, "2", "1")
     metadata = read_metadata(REPLAY)
     assert metadata["iteration"] == "2" and metadata["policy"] == hash_path(POLICY / "1")
-    assert metadata["inputs"]["rollouts/1"] == hash_path(Path("data/rollouts/iteration=1"))
+    assert metadata["inputs"]["data/rollouts/iteration=1"] == hash_path(Path("data/rollouts/iteration=1"))
 
 
 def test_steps_beyond_the_start_of_the_chain_are_left_out(two, monkeypatch):

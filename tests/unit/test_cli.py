@@ -415,11 +415,28 @@ def test_doctor_tells_a_dead_dvc_from_a_living_one(tmp_path: Path) -> None:
     ended.wait()
     entry = {"write": {"a": {"pid": ended.pid, "cmd": "dvc repro"}}, "read": {}}
     assert lock_status(tmp_path, json.dumps(entry)) == ("ok", "left by a process that has ended; DVC clears it")
+    command = [sys.executable, "-c", "input(1)", "dvc"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as living:
+        assert living.stdout is not None and living.stdout.read(1) == b"1"  # it runs, under its own name
+        entry["read"] = {"b": [{"pid": living.pid, "cmd": "dvc status"}]}
+        status, text = lock_status(tmp_path, json.dumps(entry))
+        living.communicate(b"\n")
+    assert status == "warning" and f"held by dvc, process {living.pid}" in text
+    # This process has a number that a killed dvc might have had.
     entry["read"] = {"b": [{"pid": os.getpid(), "cmd": "dvc status"}]}
     status, text = lock_status(tmp_path, json.dumps(entry))
-    assert status == "warning" and str(os.getpid()) in text
+    assert status == "error" and f"names process {os.getpid()} (" in text and "which is no dvc" in text
     assert lock_status(tmp_path, '{"write": {"a"')[0] == "error"
     assert lock_status(tmp_path, "")[0] == "ok"
+
+
+def test_doctor_shows_partial_work_and_its_size(tmp_path: Path) -> None:
+    part = tmp_path / ".work/rollout-2/0123/part-00000.parquet"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"x" * 20_480)
+    (tmp_path / ".work/score-1").mkdir()
+    found = doctor.lock_checks(tmp_path)[1]
+    assert found.name == "partial work" and found.text.startswith("rollout-2 (20.0 KiB); `dvc repro` goes on from it")
 
 
 def test_doctor_sees_a_running_stage(tmp_path: Path) -> None:
