@@ -6,6 +6,8 @@ Mutations that must fail here: forget the EOS; cut on the left; compare texts in
 a prompt fall on both sides; drop a row without counting it.
 """
 
+from functools import partial
+
 import pytest
 
 from rlhf_core.artifacts.schema import PREFERENCES
@@ -14,6 +16,7 @@ from rlhf_core.ingest.formats import Row, read_rows
 from rlhf_core.ingest.preferences import preferences_table
 from rlhf_core.ingest.prompts import prompts_table
 from rlhf_core.ingest.rules import PAIR_RULES, PROMPT_RULES, Drops, content_key
+from rlhf_core.ingest.shapes import prompt_of
 from tests.tiny import tiny_tokenizer
 
 SHARED = {"special_tokens_in_text": "escape", "eval_fraction": 0.5, "fraction": 1.0, "seed": 0}
@@ -172,8 +175,9 @@ def test_prompts_and_preferences_agree(tokenizer):
     texts = [f"x{index}" for index in range(100)]
     drops = Drops("prompts", PROMPT_RULES)
     given = [Row("f", "f", {"prompt": text}) for text in texts]
-    options = {**SHARED, "fraction": 0.3}
-    prompts, sides = prompts_table(given, tokenizer, max_prompt_tokens=9, too_long="error", drops=drops, **options)
+    options = {**SHARED, "fraction": 0.3, "max_prompt_tokens": 9, "too_long": "error", "drops": drops}
+    read = partial(prompt_of, prompt_key="prompt", prompt_template=None, ground_truth_key="ground_truth")
+    prompts, sides = prompts_table(given, tokenizer, read=read, **options)
     given = [pair(1, text, "a", "b") for text in texts]
     pairs, dropped, _ = table_of(tokenizer, given, other_sides=sides, fraction=0.3)
     assert dropped == {}
