@@ -1,7 +1,6 @@
 """The command line: iterations.yaml survives edits and Ctrl-C, exit codes are passed on, rows are shown safely."""
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +21,7 @@ from rlhf_core.config import load_run
 from rlhf_core.errors import RlhfError
 from rlhf_core.report import doctor
 from stages import report
+from tests.command import rlhf
 from tests.fake_run import build, three_iterations
 
 PROJECT = Path(__file__).parents[2]
@@ -40,22 +39,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("run"), prompts=6, samples=2)
-
-
-def rlhf(*arguments: str, root: Path) -> subprocess.CompletedProcess[str]:
-    """The command as a person runs it, in this process to save the start of another; dvc's output is not in it."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with (
-        contextlib.chdir(root),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["rlhf", *arguments]),
-    ):
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def fake_dvc(root: Path, code: str) -> None:

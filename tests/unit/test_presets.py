@@ -4,19 +4,14 @@ Mutations that must fail here: validate after writing; lose a comment; merge the
 sums on both sides.
 """
 
-import contextlib
-import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from data.make_sums import prompt_rows
-from rlhf_core import cli
 from rlhf_core.artifacts.schema import PROMPTS
 from rlhf_core.artifacts.shards import read_table
 from rlhf_core.config import load_run, read_yaml
@@ -24,6 +19,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.presets import apply_preset, presets
 from rlhf_core.reward.answers import last_number, last_number_score
 from stages import ingest
+from tests import command
 from tests.tiny import tiny_tokenizer
 
 PROJECT = Path(__file__).parents[2]
@@ -47,17 +43,8 @@ def content(project: Path) -> list[str]:
 
 
 def rlhf(*arguments: str) -> tuple[int, str, str]:
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["rlhf", *arguments]),
-    ):
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return code, out.getvalue(), err.getvalue()
+    done = command.rlhf(*arguments, root=Path())
+    return done.returncode, done.stdout, done.stderr
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
