@@ -4,18 +4,15 @@ Mutations that must fail here: stored adapters not read, or not taken back from 
 weights trained; a policy saved with its adapters beside it; a merge into rounded weights.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import load_optimizer
 from stages import init_critic, ppo_update
-from tests.stages.test_ppo_update import CHECKPOINTS, metrics, scored, steps
+from tests.stages.test_ppo_update import CHECKPOINTS, metrics, scored, steps, two_updates
 from tests.tiny_run import change, stage
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ["q_proj", "down_proj"], "learning_rate": 1e-2}
@@ -99,12 +96,8 @@ def test_warm_up_leaves_policy_and_adapters(project, monkeypatch):
 
 def test_the_stage_writes_the_same_bytes_twice(project, monkeypatch):
     change("ppo_update", **LORA)
-    scored(monkeypatch)
-    hashes = []
-    for _ in range(2):
-        stage(ppo_update, monkeypatch, "1", "0")
-        hashes.append([hash_path(Path(f"data/{name}")) for name in ("checkpoints", "metrics", "plots")])
-    assert hashes[0] == hashes[1]
+    first, second = two_updates(monkeypatch)
+    assert first == second
 
 
 def test_target_kl_stops_an_update_with_adapters(project, monkeypatch):
