@@ -17,6 +17,10 @@ from transformers import PreTrainedModel
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.critic import Critic
 
+# Stands for a logit of -inf, with which a head's bias may forbid a token: 0 * -1e30 is 0 in entropy and gradients,
+# where 0 * -inf would be no number.
+_FORBIDDEN = -1e30
+
 
 @dataclass(frozen=True)
 class TokenOutputs:
@@ -128,6 +132,8 @@ def _chunk_statistics(
     logits = _chunk_logits(hidden, weight, bias, temperature)
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    if bias is not None:
+        logits = logits.clamp(min=_FORBIDDEN)
     # sum_v p log p = sum_v p logit - logsumexp, without a second tensor of log-probabilities.
     entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(-1)
     return logprobs, entropy
@@ -180,12 +186,13 @@ def _kl_of_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     That is the same number, because p and q both sum to 1, but no term is negative: in the plain sum, terms of both
     signs leave little but rounding of a divergence as small as a fresh policy's. Below d = -1, p exp(-d) is taken as q,
-    which cannot overflow.
+    which cannot overflow. Where p is 0, the term is q.
     """
     d = log_p - log_q
     p = log_p.exp()
     near = p * (torch.expm1(-d.clamp(min=-1.0)) + d)
     terms = torch.where(d < -1.0, log_q.exp() - p + p * d, near)
+    terms = torch.where(p == 0, log_q.exp(), terms)
     return terms.clamp_(min=0.0).sum(-1)
 
 

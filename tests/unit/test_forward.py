@@ -108,6 +108,22 @@ def test_temperature_divides_the_logits():
         assert logprobs.item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_token_that_the_head_forbids_adds_nothing_and_leaves_the_gradients_finite():
+    # Logits [log 3, 0, -inf], as of a vocabulary padded with a bias of -inf: p = [3/4, 1/4, 0], entropy
+    # log 4 - 3/4 log 3 = .562335, and d entropy / d logit = -p (log p + entropy) = [-.205990, .205990, 0].
+    from rlhf_core.models.forward import _chunk_statistics
+
+    bias = torch.tensor([np.log(3), 0.0, -np.inf], dtype=torch.float32, requires_grad=True)
+    hidden, targets = torch.zeros(3, 2), torch.tensor([0, 1, 2])
+    logprobs, entropy = _chunk_statistics(hidden, torch.zeros(3, 2), bias, targets, 1.0)
+    # A forbidden token that was sampled all the same keeps the -inf that shows it.
+    assert logprobs.tolist() == pytest.approx([np.log(0.75), np.log(0.25), -np.inf], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([0.562335] * 3, abs=1e-6)
+    (entropy[0] + logprobs[0]).backward()
+    # d logprob_0 / d logit = [1, 0, 0] - p = [.25, -.25, 0].
+    assert bias.grad.tolist() == pytest.approx([0.25 - 0.205990, 0.205990 - 0.25, 0.0], abs=1e-5)
+
+
 def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
@@ -181,6 +197,14 @@ def test_full_kl_of_three_tokens_by_hand():
     # p = [1 - e, e], q = [e, 1 - e] with e = exp(-30): (1 - 2e)(log(1 - e) + 30) = 30 to 12 digits; d reaches -30.
     sure = torch.tensor([[0.0, -30.0]])
     assert _kl_of_rows(sure, sure.flip(-1)).item() == pytest.approx(30.0, rel=1e-6)
+
+
+def test_full_kl_of_forbidden_tokens_is_the_limit():
+    # p = [1/2, 1/2, 0]. Against itself 0; against [1/4, 1/2, 1/4] .5 log 2 = .346574; the other way round infinite.
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.5, 0.25]]).log()
+    assert _kl_of_rows(p, p).item() == 0.0
+    assert _kl_of_rows(p, q).item() == pytest.approx(0.5 * np.log(2), rel=1e-6)
+    assert _kl_of_rows(q, p).item() == np.inf
 
 
 def test_full_kl_keeps_its_digits_when_it_is_tiny():
