@@ -137,8 +137,10 @@ class TrainRmParams(Section):
     centring_coef: NonNegative
     checkpoint: Literal["best", "last"]
     max_grad_norm: Positive
+    max_skipped_steps: CountOrZero
     adam_betas: Betas
     adam_eps: Positive
+    save_every: CountOrZero
 
     @model_validator(mode="after")
     def _options_of_pairs(self) -> "TrainRmParams":
@@ -250,6 +252,7 @@ class PpoUpdateParams(Section):
     adam_eps: Positive
     weight_decay: NonNegative
     max_grad_norm: Positive
+    max_skipped_steps: CountOrZero
     ppo_epochs: Count
     minibatch_size: Count
     old_logprobs: Literal["trainer", "sampler"]
@@ -265,6 +268,8 @@ class PpoUpdateParams(Section):
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     aggregation_constant: Positive | None
     target_kl: Positive | None
+    max_kl: Positive | None
+    save_every: CountOrZero
 
     @model_validator(mode="after")
     def _schedule(self) -> "PpoUpdateParams":

@@ -45,6 +45,14 @@ class NumericError(RlhfError):
     """A number that must be finite, or inside a range, is not."""
 
 
+class NonFiniteStep(NumericError):
+    """A loss or gradient is not finite, so the optimiser step was not taken."""
+
+
+class OutOfMemory(RlhfError):
+    """The smallest piece of work there is, one row, does not fit into memory."""
+
+
 class RewardError(RlhfError):
     """A reward source failed, or what it returned is no score."""
 

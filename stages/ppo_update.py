@@ -20,14 +20,17 @@ from rlhf_core.models.loading import load_causal_lm, save_like, tensor_bytes, to
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
-from rlhf_core.training.distributed import join, launch
+from rlhf_core.training.distributed import Processes, join, launch
 from rlhf_core.training.learner import LEARNER, Learner, new_learner
 from rlhf_core.training.lora import merged, policy_adapters
-from rlhf_core.training.ppo import explained_variance_after, step_count, summary, update
+from rlhf_core.training.ppo import step_count, update
 from rlhf_core.training.ppo_loss import Settings
+from rlhf_core.training.ppo_measures import explained_variance_after, kl_after, summary
 from rlhf_core.training.responses import policy_card, read_responses
+from rlhf_core.training.saves import Saves
 
 CHECKPOINTS = Path("data/checkpoints")
+NOT_RESULTS = {"max_kl", "save_every"}  # a killed run goes on whatever they are
 
 
 def main() -> None:
@@ -42,6 +45,8 @@ def main() -> None:
     before = {name: CHECKPOINTS / name / prev for name in ("policy", "critic", "optimizer")}
     metadata = checked(source, before["policy"], before["critic"])
     processes, device = join(torch_device(compute.device))
+    inputs = {str(path): hash_path(path) for path in (source, *before.values())}
+    work = work_of(iteration, inputs, params, processes, critic_only=critic_only)
     policy = load_causal_lm(before["policy"], device=device, precision=compute.precision)
     critic = load_critic(before["critic"], policy=policy, device=device, precision=compute.precision)
     state = load_optimizer(before["optimizer"])
@@ -54,26 +59,27 @@ def main() -> None:
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)
     with tqdm(total=steps, desc="ppo_update", unit="step", disable=not processes.is_main) as bar:
-        log = update(learner, responses, settings, processes, lambda row: show(bar, row))
-    metrics = summary(log, steps=steps) | {"episode": state.episode + own}
+        saves = Saves(work / "saves", ppo.save_every, processes)
+        progress = update(learner, responses, settings, processes, lambda row: show(bar, row), saves)
+    metrics = summary(progress) | {"episode": state.episode + own}
+    if ppo.max_kl is not None and not critic_only:
+        metrics["policy/approxkl_k3_after"] = kl_after(learner, responses, settings, processes)
     if critic is not None:
         metrics["val/explained_variance_after"] = explained_variance_after(learner, responses, settings, processes)
     processes.leave()
     if not processes.is_main:
         return
 
-    inputs = {str(path): hash_path(path) for path in (source, *before.values())}
-    described = {"ppo_update": ppo.model_dump(), "compute": compute.model_dump(), "critic_only": critic_only}
-    work = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
     card = policy_card(iteration, prev, inputs, ppo, critic_only)
     save_policy(learner, adapted, before["policy"], work / "policy", card)
     save_critic(critic, work / "critic")
-    save_optimizer(learner.state(state, steps=len(log), episode=state.episode + own), work / "optimizer")
+    save_optimizer(learner.state(state, steps=len(progress.log), episode=state.episode + own), work / "optimizer")
     for name in ("policy", "critic", "optimizer"):
         write_lineage(work / name, stage="ppo_update", iteration=iteration, inputs=inputs)
         publish(work / name, CHECKPOINTS / name / iteration)
     write_json(Path(f"data/metrics/ppo_update/{iteration}.json"), metrics)
-    write_steps(Path(f"data/plots/ppo_update/{iteration}.csv"), log)
+    write_steps(work / "steps.csv", progress.log)
+    publish(work / "steps.csv", Path(f"data/plots/ppo_update/{iteration}.csv"))
 
 
 def check_room(policy: Any, critic: Any) -> None:
@@ -95,6 +101,16 @@ def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:
     return metadata
 
 
+def work_of(iteration: str, inputs: dict[str, str], params: Params, processes: Processes, *, critic_only: bool) -> Path:
+    """Return the work directory, which the main process makes, in every process."""
+    directory = Path()
+    if processes.is_main:
+        described = {"ppo_update": params.ppo_update.model_dump(exclude=NOT_RESULTS), "critic_only": critic_only}
+        described |= {"compute": params.compute.model_dump(), "seed": params.seed}
+        directory = work_directory(f"ppo_update@{iteration}", {"inputs": inputs, **described})
+    return processes.gathered(directory)[0]
+
+
 def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pad: int) -> Settings:
     """Return what the update needs to know, from the parameters and from what the shards say of themselves."""
     ppo, fields = params.ppo_update, set(Settings.__annotations__)
@@ -108,6 +124,7 @@ def update_settings(params: Params, metadata: dict[str, Any], iteration: str, pa
             "aggregation_constant": ppo.aggregation_constant or float(metadata["sampling"]["max_new_tokens"]),
             "value_loss_factor": conventions.value_loss_factor,
             "kl_estimate_bound": conventions.kl_bound(ppo.kl_loss_estimator),
+            "iteration": iteration,
             "pad_id": pad,
             "seed": derive_seed(params.seed, "ppo_update", iteration),
         }
@@ -140,7 +157,6 @@ def show(bar: "tqdm[Any]", row: dict[str, float]) -> None:
 
 def write_steps(path: Path, log: list[dict[str, float]]) -> None:
     """Write the metrics of every optimiser step as CSV, for `dvc plots`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, ["step", *log[0]])
         writer.writeheader()

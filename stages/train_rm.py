@@ -32,12 +32,13 @@ from rlhf_core.training.distributed import join, launch
 from rlhf_core.training.lora import add_adapters, head_parameters, merge
 from rlhf_core.training.ranking import ranking
 from rlhf_core.training.reward_model import Execution, Objective, Trained, freeze_lowest, scores, train
+from rlhf_core.training.saves import Saves
 
 PREFERENCES, OUT = Path("data/preferences"), Path("data/checkpoints/reward_model")
 METRICS = Path("data/metrics/train_rm.json")
 OBJECTIVE = {"loss", "margin_coef", "label_smoothing", "soft_labels", "centring_coef"}
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
-NOT_TRAINING = {"model", "frozen_layers", "ties", "checkpoint", *LORA, *OBJECTIVE}
+NOT_TRAINING = {"model", "frozen_layers", "ties", "checkpoint", "save_every", *LORA, *OBJECTIVE}
 
 
 def main() -> None:
@@ -51,6 +52,7 @@ def main() -> None:
         if processes.is_main:
             no_reward_model(work_directory("train_rm", fingerprint(params)))
         return
+    work = processes.gathered(work_directory("train_rm", fingerprint(params)) if processes.is_main else Path())[0]
     seed, tokenizer = derive_seed(params.seed, "train_rm"), load_tokenizer(source)
     model = new_classifier(source, device=device, precision=compute.precision, seed=seed)
     model.config.pad_token_id = pad_id(tokenizer)
@@ -62,7 +64,8 @@ def main() -> None:
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)
     require_space(OUT, tensor_bytes(model.parameters()), "the reward model")
-    trained = fit(model, data.rows, held_out, rm, execution, seed)
+    saves = Saves(work / "saves", rm.save_every, processes)
+    trained = fit(model, data.rows, held_out, rm, execution, saves, seed)
     if adapted is not None:
         merge(adapted)
     measured = held_out or rows
@@ -72,7 +75,7 @@ def main() -> None:
     processes.leave()
     if not processes.is_main:
         return
-    work = work_directory("train_rm", fingerprint(params))
+
     how = "Bradley-Terry" if rm.loss == "pairs" else "Plackett-Luce"
     unit = "pairs" if rm.loss == "pairs" else "ranked lists"
     card = f"# Reward model\n\n{how}, from `{rm.model}`, on {len(data.rows)} {unit} ({hash_path(PREFERENCES)}).\n"
@@ -100,7 +103,13 @@ def adapters(model: Any, rm: TrainRmParams, seed: int) -> Any:
 
 
 def fit(
-    model: Any, rows: Sequence[Ranked], held_out: Sequence[Ranked], rm: TrainRmParams, execution: Execution, seed: int
+    model: Any,
+    rows: Sequence[Ranked],
+    held_out: Sequence[Ranked],
+    rm: TrainRmParams,
+    execution: Execution,
+    saves: Saves,
+    seed: int,
 ) -> Trained:
     """Train the model with the parameters of train_rm, under a progress bar."""
     objective = Objective(**rm.model_dump(include=OBJECTIVE))
@@ -113,7 +122,7 @@ def fit(
             bar.set_postfix(loss=f"{loss:.3f}")
             bar.update()
 
-        return train(model, rows, judges, objective, execution, **options, seed=seed, progress=show)
+        return train(model, rows, judges, objective, execution, **options, seed=seed, progress=show, saves=saves)
 
 
 def to_train_on(rows: Sequence[Ranked], rm: TrainRmParams) -> Counted:
@@ -152,6 +161,7 @@ def counts(data: Counted, held_out: Sequence[Ranked], trained: Trained) -> dict[
         "train/loss": trained.loss,
         "train/best_epoch": trained.best_epoch,
         "train/trained_parameters": trained.parameters,
+        "train/skipped_steps": trained.skipped,
         "train/pairs": len(data.rows),
         "train/ties_in_data": data.ties,
         "train/identical_after_truncation": data.identical,
@@ -160,7 +170,7 @@ def counts(data: Counted, held_out: Sequence[Ranked], trained: Trained) -> dict[
 
 def fingerprint(params: Params) -> dict[str, Any]:
     """Return what the reward model depends on."""
-    parameters = params.model_dump(include={"train_rm", "compute", "seed"})
+    parameters = params.model_dump(include={"train_rm", "compute", "seed"}, exclude={"train_rm": {"save_every"}})
     return {"preferences": hash_path(PREFERENCES), "params": parameters}
 
 

@@ -30,7 +30,8 @@ def settings(**changes: Any) -> Settings:
         "clip_range": 0.2, "clip_range_high": 0.2, "dual_clip": None, "value_clip_range": 0.3, "value_loss_factor": 0.5,
         "value_coef": 0.1, "entropy_coef": 0.01, "kl_loss_coef": 0.0, "kl_loss_estimator": "k3",
         "kl_estimate_bound": None,
-        "aggregation": "token_mean", "aggregation_constant": 8.0, "target_kl": None, "max_grad_norm": 1.0,
+        "aggregation": "token_mean", "aggregation_constant": 8.0, "target_kl": None, "max_kl": None,
+        "max_grad_norm": 1.0, "max_skipped_steps": 0, "iteration": "1",
         "max_batch_tokens": 64, "logits_chunk_tokens": 8, "precision": "float32", "pad_id": 0, "seed": 1,
     }  # fmt: skip
     return Settings(**{**values, **changes})
@@ -99,7 +100,7 @@ def run(
 ) -> tuple[list[dict[str, float]], OptimizerState]:
     """One update; its log, and the optimiser's state after it."""
     learner = learner_of(model, critic, state, **changes)
-    log = update(learner, responses, chosen, processes, lambda metrics: None)
+    log = update(learner, responses, chosen, processes, lambda metrics: None, None).log
     return log, learner.state(state, steps=len(log), episode=4)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batching import Batch, collate, token_budget_batches
+from rlhf_core.models.batching import Batch, collate
 from rlhf_core.models.critic import Critic
+from rlhf_core.models.memory import TokenBudget, in_batches
 
 # Stands for a logit of -inf, with which a head's bias may forbid a token: 0 * -1e30 is 0 in entropy and gradients,
 # where 0 * -inf would be no number.
@@ -236,7 +237,7 @@ def for_all_rows(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     *,
-    max_batch_tokens: int,
+    budget: TokenBudget,
     pad_id: int,
     device: torch.device,
     progress: Callable[[int], None],
@@ -247,7 +248,7 @@ def for_all_rows(
         compute: Maps a batch to one tensor per row of it (for instance the row's logprobs [T]).
         prompt_ids: Per row.
         response_ids: Per row.
-        max_batch_tokens: Padded tokens of one batch.
+        budget: Padded tokens of one batch; lowered where memory runs out.
         pad_id: For padding.
         device: Where the model is.
         progress: Told the number of rows done after each batch.
@@ -257,10 +258,13 @@ def for_all_rows(
     """
     results: list[Any] = [None] * len(prompt_ids)
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+
+    def work(rows: list[int]) -> None:
+        batch = collate(prompt_ids, response_ids, rows, pad_id=pad_id, device=device)
+        for row, result in zip(rows, compute(batch), strict=True):
+            results[row] = result.cpu()
+        progress(len(rows))
+
     with torch.inference_mode():
-        for rows in token_budget_batches(lengths, max_batch_tokens=max_batch_tokens):
-            batch = collate(prompt_ids, response_ids, rows, pad_id=pad_id, device=device)
-            for row, result in zip(rows, compute(batch), strict=True):
-                results[row] = result.cpu()
-            progress(len(rows))
+        in_batches(lengths, budget, work)
     return results

@@ -26,6 +26,7 @@ from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
+from rlhf_core.models.memory import TokenBudget
 from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs
 from rlhf_core.reward.rows import DROP_HINT, Row, checked_scores, row_dictionaries
 from rlhf_core.stage import write_json
@@ -246,6 +247,7 @@ class Passes:
     ) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (shard name, results per row) for each shard that this pass has not finished."""
         total = sum(read_shard(path, ["sample_id"]).num_rows for path in self.shards.values())
+        budget = TokenBudget(self.max_batch_tokens)  # each model's own: what one has no room for, another may have
         with progress_bar(name, total) as advance:
             for shard, path in self.shards.items():
                 table = read_shard(path, ["sample_id"])
@@ -255,7 +257,7 @@ class Passes:
                 results = for_all_rows(
                     compute,
                     *rows_of(path),
-                    max_batch_tokens=self.max_batch_tokens,
+                    budget=budget,
                     pad_id=pad_id,
                     device=device,
                     progress=advance,

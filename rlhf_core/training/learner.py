@@ -47,6 +47,10 @@ class Learner:
             groups.setdefault(name, []).extend(parameter for _, parameter in named)
         return groups
 
+    def trained(self) -> NamedParameters:
+        """Return the parameters of all parts."""
+        return [pair for named in self.parts.values() for pair in named]
+
     def state(self, before: OptimizerState, *, steps: int, episode: int) -> OptimizerState:
         """Return the optimiser's state for the next iteration.
 

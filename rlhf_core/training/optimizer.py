@@ -1,15 +1,19 @@
 """AdamW over named parameters, its schedule and its steps: shared by train_rm and ppo_update."""
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import get_scheduler
 
-from rlhf_core.errors import ModelError, NumericError
+from rlhf_core.errors import ModelError, NonFiniteStep
 from rlhf_core.models.checkpoint import OptimizerState
 from rlhf_core.training.lora import adapters_among
+
+logger = logging.getLogger("rlhf")
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -54,11 +58,15 @@ def schedule(
         lambda step, factor=factor: factor((step if name == "constant" else min(step, total_steps)) + 1)
         for factor in scheduler.lr_lambdas
     ]
-    # The schedules are pure functions of the step, so a later start needs no stored state.
-    scheduler.last_epoch = first_step
-    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = base * factor(first_step)
+    _start_at(first_step, optimizer, scheduler)
     return scheduler
+
+
+def _start_at(step: int, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Set the schedule to a step. Schedules are pure functions of it, so a later start needs no stored state."""
+    scheduler.last_epoch = step
+    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(step)
 
 
 def restore(
@@ -130,6 +138,50 @@ def captured(
     )
 
 
+def training_state(optimizer: torch.optim.AdamW, named: NamedParameters) -> dict[str, Tensor]:
+    """Return all that a step changes besides the schedule: weights, moments and step counts of the trained parameters.
+
+    Args:
+        optimizer: Over these parameters.
+        named: All that are trained.
+
+    Returns:
+        The tensors themselves, no copies, named weight/<name>, exp_avg/<name>, exp_avg_sq/<name> and step/<name>.
+    """
+    tensors = {f"weight/{name}": parameter.detach() for name, parameter in named}
+    for name, parameter in named:
+        tensors |= {f"{key}/{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return tensors
+
+
+def put_training_state(
+    optimizer: torch.optim.AdamW,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    named: NamedParameters,
+    tensors: Mapping[str, Tensor],
+    *,
+    schedule_step: int,
+) -> None:
+    """Put back what training_state returned, bit by bit.
+
+    Args:
+        optimizer: As new_learner or adamw made it.
+        scheduler: Set to a step.
+        named: All that are trained.
+        tensors: Of the same parameters.
+        schedule_step: scheduler.last_epoch of that time.
+    """
+    with torch.no_grad():
+        for name, parameter in named:
+            parameter.copy_(tensors[f"weight/{name}"])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors]
+            if keys:
+                optimizer.state[parameter] = {
+                    key: tensors[f"{key}/{name}"].to(parameter.device, copy=True) for key in keys
+                }
+    _start_at(schedule_step, optimizer, scheduler)
+
+
 def clip_and_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -149,7 +201,7 @@ def clip_and_step(
         where: For the error: which step of which stage, and which rows.
 
     Raises:
-        NumericError: If a gradient is not finite. The step is not taken.
+        NonFiniteStep: If a gradient is not finite. The step is not taken, and the gradient is cleared.
     """
     for parameter in (parameter for parameters in groups.values() for parameter in parameters):
         if parameter.grad is None:
@@ -157,7 +209,8 @@ def clip_and_step(
     norms = {name: float(nn.utils.clip_grad_norm_(parameters, max_grad_norm)) for name, parameters in groups.items()}
     for name, norm in norms.items():
         if not math.isfinite(norm):
-            raise NumericError(
+            optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteStep(
                 f"{where}: the gradient's norm ({name}) is {norm}; the step was not taken. Likely causes: a learning"
                 " rate that is too high, or extreme scores or advantages (look at the rows with `rlhf inspect`)"
             )
@@ -165,6 +218,27 @@ def clip_and_step(
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return norms
+
+
+def count_skipped(error: NonFiniteStep, skipped: int, *, most: int, key: str) -> int:
+    """Count a step that was refused, and say so.
+
+    Args:
+        error: Why it was.
+        skipped: Steps refused before.
+        most: How many may be.
+        key: The parameter that says so.
+
+    Returns:
+        skipped + 1.
+
+    Raises:
+        NonFiniteStep: If that is more than may be.
+    """
+    if skipped >= most:
+        raise NonFiniteStep(f"{error}. Refused before: {skipped} steps; {key} = {most}")
+    logger.warning("%s. Going on without it: %d of %d (%s)", error, skipped + 1, most, key)
+    return skipped + 1
 
 
 def trainable(model: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:

@@ -2,27 +2,27 @@
 
 Every loss of a minibatch is a plain sum over its tokens of weight_t * loss_t, with weights that depend on the whole
 minibatch alone (ppo_loss.py), so neither losses nor gradients depend on how it was split. Models stay in eval mode:
-dropout would make the ratio differ from 1 before the first step. Left out: files (stages/ppo_update.py).
+dropout would make the ratio differ from 1 before the first step. Left out: files (stages/ppo_update.py), and what is
+measured afterwards (ppo_measures.py).
 """
 
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-import numpy as np
-from torch import Tensor
-
-from rlhf_core.algorithms.statistics import explained_variance
-from rlhf_core.errors import NumericError, RowMismatch
-from rlhf_core.models.batching import Batch, collate, token_budget_batches
-from rlhf_core.models.forward import critic_values, for_all_rows, token_outputs
+from rlhf_core.errors import NonFiniteStep, NumericError, RowMismatch
+from rlhf_core.models.batching import collate, token_budget_batches
+from rlhf_core.models.forward import token_outputs
+from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
 from rlhf_core.training.minibatches import minibatches
-from rlhf_core.training.optimizer import clip_and_step
-from rlhf_core.training.ppo_loss import Settings, Whole, micro_batch_loss
+from rlhf_core.training.optimizer import clip_and_step, count_skipped, put_training_state, training_state
+from rlhf_core.training.ppo_loss import Settings, Whole, likely_cause, micro_batch_loss
 from rlhf_core.training.responses import Responses
+from rlhf_core.training.saves import Saves
 
 logger = logging.getLogger("rlhf")
 
@@ -31,13 +31,24 @@ logger = logging.getLogger("rlhf")
 _FIRST_RATIO_LIMIT = {"float32": 1e-3, "bf16-autocast": 0.5, "bfloat16": 0.5}
 
 
+@dataclass
+class Progress:
+    """How far an update has come."""
+
+    done: int  # minibatches gone through, refused ones included
+    skipped: int  # of them refused: their loss or gradient was not finite
+    log: list[dict[str, float]]  # of every optimiser step taken, names as in docs/metrics.md
+    stopped: bool = False  # whether target_kl ended it
+
+
 def update(
     learner: Learner,
     responses: Responses,
     settings: Settings,
     processes: Processes,
-    progress: Callable[[dict[str, float]], None],
-) -> list[dict[str, float]]:
+    show: Callable[[dict[str, float]], None],
+    saves: Saves | None,
+) -> Progress:
     """Train policy and critic in place and return the metrics of every optimiser step.
 
         loss = sum_t weight_t * (policy_loss_t + kl_loss_coef * kl_t - entropy_coef * entropy_t)
@@ -50,48 +61,124 @@ def update(
         responses: With the logprobs, and the values where there is a critic, before the update.
         settings: Hyperparameters.
         processes: That share the rows of each minibatch; all take the same steps and return the same metrics.
-        progress: Told the metrics after each step.
-
-    Returns:
-        One dict per optimiser step, names as in docs/metrics.md. Fewer than step_count where target_kl ended it.
+        show: Told the metrics after each step, those of an earlier run that was killed first.
+        saves: Where the update goes on from, and keeps its state; None = nowhere.
 
     Raises:
-        NumericError: If a loss or gradient is not finite, in which case that step is not taken, or if target_kl is
-            exceeded before the first step.
+        NonFiniteStep: If a loss or gradient is not finite more often than max_skipped_steps. That step is not taken.
+        NumericError: If target_kl is exceeded before the first step, or no step was taken.
         RowMismatch: If there is no response with tokens.
     """
     if not responses.sample_ids:
         raise RowMismatch("expected responses to train on, found none with at least one token")
-    log: list[dict[str, float]] = []
-    order = minibatches(
+    progress = _resumed(learner, saves)
+    for metrics in progress.log:
+        show(metrics)
+    budget = TokenBudget(settings.max_batch_tokens)
+    for step, rows in enumerate(_order(responses, settings)):
+        if step < progress.done:
+            continue
+        try:
+            taken = _step(learner, responses, rows, settings, processes, budget, step=step, first=not progress.log)
+        except NonFiniteStep as error:
+            learner.optimizer.zero_grad(set_to_none=True)
+            key, most = "ppo_update.max_skipped_steps", settings.max_skipped_steps
+            progress.skipped = count_skipped(error, progress.skipped, most=most, key=key)
+        else:
+            if taken is None:
+                progress.stopped = True
+                break
+            progress.log.append(taken)
+            show(taken)
+        progress.done = step + 1
+        if saves is not None and saves.due(progress.done):
+            _save(learner, progress, saves)
+    if not progress.log:
+        raise NumericError(
+            f"iteration {settings.iteration}: no optimiser step was taken; {progress.skipped} were refused, because"
+            " their loss or gradient was not finite (the warnings above say where)"
+        )
+    return progress
+
+
+def _order(responses: Responses, settings: Settings) -> Iterator[list[int]]:
+    """The rows of each minibatch."""
+    return minibatches(
         len(responses.sample_ids),
         epochs=settings.ppo_epochs,
         minibatch_size=settings.minibatch_size,
         seed=settings.seed,
     )
+
+
+def _resumed(learner: Learner, saves: Saves | None) -> Progress:
+    """Put the learner where a killed run was, and return how far that is."""
+    found = None if saves is None else saves.newest()
+    if found is None:
+        return Progress(done=0, skipped=0, log=[])
+    tensors, facts = found
+    put_training_state(
+        learner.optimizer, learner.scheduler, learner.trained(), tensors, schedule_step=facts["schedule_step"]
+    )
+    logger.info("going on after minibatch %d, where an earlier run was ended", facts["done"])
+    return Progress(done=facts["done"], skipped=facts["skipped"], log=[dict(pairs) for pairs in facts["log"]])
+
+
+def _save(learner: Learner, progress: Progress, saves: Saves) -> None:
+    """Keep all that the rest of the update depends on: it draws no random numbers, and its order is a function of the
+    seed.
+    """
+    facts = {
+        "done": progress.done,
+        "skipped": progress.skipped,
+        "log": [list(metrics.items()) for metrics in progress.log],  # pairs: JSON's maps are sorted, columns are not
+        "schedule_step": learner.scheduler.last_epoch,
+    }
+    saves.write(progress.done, training_state(learner.optimizer, learner.trained()), facts)
+
+
+def _step(
+    learner: Learner,
+    responses: Responses,
+    rows: list[int],
+    settings: Settings,
+    processes: Processes,
+    budget: TokenBudget,
+    *,
+    step: int,
+    first: bool,
+) -> dict[str, float] | None:
+    """Take one optimiser step and return its metrics; None where the policy is too far already to take it.
+
+    Args:
+        learner, responses, settings, processes: As for update.
+        rows: Of the minibatch.
+        budget: Of a forward pass.
+        step: From 0; for messages.
+        first: Whether no step was taken yet.
+
+    Raises:
+        NonFiniteStep: If the loss or gradient is not finite.
+    """
+    share = [rows[place] for place in processes.share(_lengths(responses, rows))]
+    with processes.together():
+        found = _accumulate(learner, responses, share, Whole.of(responses, rows), settings, budget, step=step)
+    metrics = _step_metrics(processes.gathered(found))
+    if first and settings.old_logprobs == "trainer":
+        _check_first_ratio(metrics["policy/ratio_error_max"], settings.precision)
+    if "policy" in learner.parts and _too_far(metrics["policy/approxkl_k3_avg"], settings, step, first=first):
+        learner.optimizer.zero_grad(set_to_none=True)
+        return None
+    metrics["lr"] = float(learner.optimizer.param_groups[0]["lr"])
     groups = learner.clip_groups()
-    for step, rows in enumerate(order):
-        share = [rows[place] for place in processes.share(_lengths(responses, rows))]
-        with processes.together():
-            found = _accumulate(learner, responses, share, Whole.of(responses, rows), settings, step=step)
-        metrics = _step_metrics(processes.gathered(found))
-        if step == 0 and settings.old_logprobs == "trainer":
-            _check_first_ratio(metrics["policy/ratio_error_max"], settings.precision)
-        if "policy" in learner.parts and _too_far(metrics["policy/approxkl_k3_avg"], settings.target_kl, step):
-            learner.optimizer.zero_grad(set_to_none=True)
-            break
-        metrics["lr"] = float(learner.optimizer.param_groups[0]["lr"])
-        processes.add_gradients([parameter for group in groups.values() for parameter in group])
-        metrics |= clip_and_step(
-            learner.optimizer,
-            learner.scheduler,
-            groups,
-            max_grad_norm=settings.max_grad_norm,
-            where=_where(step, responses, rows),
-        )
-        log.append(metrics)
-        progress(metrics)
-    return log
+    processes.add_gradients([parameter for group in groups.values() for parameter in group])
+    return metrics | clip_and_step(
+        learner.optimizer,
+        learner.scheduler,
+        groups,
+        max_grad_norm=settings.max_grad_norm,
+        where=_where(settings, step, responses, rows),
+    )
 
 
 def step_count(responses: Responses, settings: Settings) -> int:
@@ -100,38 +187,64 @@ def step_count(responses: Responses, settings: Settings) -> int:
 
 
 def _accumulate(
-    learner: Learner, responses: Responses, rows: list[int], whole: Whole, settings: Settings, *, step: int
+    learner: Learner,
+    responses: Responses,
+    rows: list[int],
+    whole: Whole,
+    settings: Settings,
+    budget: TokenBudget,
+    *,
+    step: int,
 ) -> tuple[dict[str, float], float]:
     """Add the gradient of some rows of a minibatch, micro-batch by micro-batch.
 
     Returns:
         The rows' share of each metric, and the largest |ratio - 1| among them.
     """
-    device = learner.policy.device
     lengths = _lengths(responses, rows)
-    sums: dict[str, float] = defaultdict(float)
-    ratio_error = 0.0
-    for group in token_budget_batches(lengths, max_batch_tokens=settings.max_batch_tokens):
+    found: list[tuple[dict[str, float], float]] = []
+    batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+    while len(found) < len(batches):
+        group = batches[len(found)]
         part = [rows[place] for place in group]
-        batch = collate(responses.prompt_ids, responses.response_ids, part, pad_id=settings.pad_id, device=device)
-        outputs = token_outputs(
-            learner.policy,
-            batch,
-            temperature=settings.temperature,
-            logits_chunk_tokens=settings.logits_chunk_tokens,
-            precision=settings.precision,
-            critic=learner.critic,
-        )
-        loss, found, error = micro_batch_loss(outputs, responses, batch, whole, settings)
-        if not math.isfinite(float(loss.detach())):
-            raise NumericError(
-                f"{_where(step, responses, part)}: the loss is {float(loss.detach())}; the step was not taken"
-            )
-        loss.backward()
-        for name, share in found.items():
+
+        def work(part: list[int] = part) -> None:
+            found.append(_micro_batch(learner, responses, part, whole, settings, step=step))
+
+        if not budget.fits(work, [lengths[place] for place in group]):
+            # A part of the micro-batch's gradient may have been added before memory ran out, so all is done again.
+            learner.optimizer.zero_grad(set_to_none=True)
+            found.clear()
+            batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+    sums: dict[str, float] = defaultdict(float)
+    for shares, _ in found:
+        for name, share in shares.items():
             sums[name] += share
-        ratio_error = max(ratio_error, error)
-    return sums, ratio_error
+    return sums, max((error for _, error in found), default=0.0)
+
+
+def _micro_batch(
+    learner: Learner, responses: Responses, rows: list[int], whole: Whole, settings: Settings, *, step: int
+) -> tuple[dict[str, float], float]:
+    """Add the gradient of one micro-batch, and return its share of each metric and its largest |ratio - 1|."""
+    device = learner.policy.device
+    batch = collate(responses.prompt_ids, responses.response_ids, rows, pad_id=settings.pad_id, device=device)
+    outputs = token_outputs(
+        learner.policy,
+        batch,
+        temperature=settings.temperature,
+        logits_chunk_tokens=settings.logits_chunk_tokens,
+        precision=settings.precision,
+        critic=learner.critic,
+    )
+    loss, found, error = micro_batch_loss(outputs, responses, batch, whole, settings)
+    if not math.isfinite(float(loss.detach())):
+        raise NonFiniteStep(
+            f"{_where(settings, step, responses, rows)}: the loss is {float(loss.detach())}; the step was not taken."
+            f" Likely cause: {likely_cause(outputs, responses, rows)}"
+        )
+    loss.backward()
+    return found, error
 
 
 def _lengths(responses: Responses, rows: list[int]) -> list[int]:
@@ -164,76 +277,20 @@ def _check_first_ratio(error: float, precision: str) -> None:
         )
 
 
-def _too_far(approxkl: float, target_kl: float | None, step: int) -> bool:
+def _too_far(approxkl: float, settings: Settings, step: int, *, first: bool) -> bool:
     """Whether the policy has moved further than target_kl."""
-    if target_kl is None or approxkl <= target_kl:
+    if settings.target_kl is None or approxkl <= settings.target_kl:
         return False
-    if step == 0:
+    if first:
         raise NumericError(
-            f"before any step, approxkl_k3 is {approxkl:.4g} nats a token, above ppo_update.target_kl = {target_kl}:"
-            " the logprobs that the ratio starts from are too far from this policy to take a single step; raise it"
+            f"before any step, approxkl_k3 is {approxkl:.4g} nats a token, above ppo_update.target_kl ="
+            f" {settings.target_kl}: the logprobs that the ratio starts from are too far from this policy to take a"
+            " single step; raise it"
         )
-    logger.info("stopped before step %d: approxkl_k3 is %.4g, target_kl %g", step + 1, approxkl, target_kl)
+    logger.info("stopped before step %d: approxkl_k3 is %.4g, target_kl %g", step + 1, approxkl, settings.target_kl)
     return True
 
 
-def _where(step: int, responses: Responses, rows: list[int]) -> str:
+def _where(settings: Settings, step: int, responses: Responses, rows: list[int]) -> str:
     names = ", ".join(responses.sample_ids[row] for row in rows[:4])
-    return f"optimiser step {step + 1}, rows {names}{', ...' if len(rows) > 4 else ''}"
-
-
-def summary(log: list[dict[str, float]], *, steps: int) -> dict[str, float]:
-    """Return the update's metrics: means over its optimiser steps (as TRL), and the first step's ratio error.
-
-    Args:
-        log: From update.
-        steps: From step_count.
-    """
-    averaged = {name: float(np.mean([row[name] for row in log])) for name in log[0]}
-    first_error = log[0]["policy/ratio_error_max"]
-    for name in ("policy/ratio_error_max", "val/squared_error"):
-        averaged.pop(name, None)
-    for name in ("grad_norm", "critic_grad_norm"):
-        if name in averaged:
-            averaged[f"{name}_avg"] = averaged.pop(name)
-    averaged["lr"] = log[-1]["lr"]
-    return averaged | {
-        "policy/max_first_ratio_error": first_error,
-        "optimizer_steps": len(log),
-        "update/stopped_early": int(len(log) < steps),
-    }
-
-
-def explained_variance_after(learner: Learner, responses: Responses, settings: Settings, processes: Processes) -> float:
-    """Return the explained variance of the returns by the updated critic, on the responses it was trained on."""
-    policy, critic = learner.policy, learner.critic
-    assert critic is not None and responses.returns is not None
-    count = len(responses.sample_ids)
-    rows = processes.share(_lengths(responses, list(range(count))))
-
-    def compute(batch: Batch) -> list[Tensor]:
-        if critic.backbone is not None:
-            values, _ = critic_values(critic, batch, None, precision=settings.precision)
-            return list(values.split(batch.lengths))
-        outputs = token_outputs(
-            policy,
-            batch,
-            temperature=settings.temperature,
-            logits_chunk_tokens=settings.logits_chunk_tokens,
-            precision=settings.precision,
-            critic=critic,
-        )
-        assert outputs.values is not None
-        return list(outputs.values.split(batch.lengths))
-
-    values = for_all_rows(
-        compute,
-        [responses.prompt_ids[row] for row in rows],
-        [responses.response_ids[row] for row in rows],
-        max_batch_tokens=settings.max_batch_tokens,
-        pad_id=settings.pad_id,
-        device=policy.device,
-        progress=lambda rows: None,
-    )
-    all_values = processes.collected(count, rows, [row.numpy() for row in values])
-    return explained_variance(np.concatenate(all_values), np.concatenate(responses.returns))
+    return f"iteration {settings.iteration}, optimiser step {step + 1}, rows {names}{', ...' if len(rows) > 4 else ''}"

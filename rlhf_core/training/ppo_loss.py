@@ -4,9 +4,11 @@ Losses and metrics of the parts of a minibatch add up to those of the whole, whe
 micro-batches or over processes.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from rlhf_core.training.responses import Responses
 class Settings:
     """What the update needs to know, from params.yaml (units there) and from the artifacts, nulls resolved."""
 
+    iteration: str  # for messages
     temperature: float
     ppo_epochs: int
     minibatch_size: int
@@ -40,6 +43,8 @@ class Settings:
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     aggregation_constant: float
     target_kl: float | None
+    max_kl: float | None
+    max_skipped_steps: int
     max_grad_norm: float
     max_batch_tokens: int
     logits_chunk_tokens: int
@@ -86,6 +91,31 @@ def micro_batch_loss(
         loss, found = loss + value_terms, found | value_found
     ratio_error = torch.expm1(log_ratios.detach().clamp(max=LOG_RATIO_CAP)).abs().max()
     return loss, {name: float(share) for name, share in found.items()}, float(ratio_error)
+
+
+def likely_cause(outputs: TokenOutputs, responses: Responses, rows: list[int]) -> str:
+    """Say which number makes a micro-batch's loss infinite or not a number.
+
+    Args:
+        outputs: Of the policy and critic, for these rows.
+        responses: That they belong to.
+        rows: Of the micro-batch.
+    """
+    if not torch.isfinite(outputs.logprobs).all():
+        return "the policy's own logprobs are not finite, so its weights are broken; lower ppo_update.learning_rate"
+    if outputs.values is not None and not torch.isfinite(outputs.values).all():
+        return "the critic's values are not finite, so its weights are broken; lower its learning rate"
+    largest = {
+        (name, row): float(np.abs(getattr(responses, name)[row]).max())  # NaN where there is one
+        for name in ("advantages", "returns", "importance_weights", "logprobs", "ref_logprobs")
+        for row in rows
+        if getattr(responses, name) is not None
+    }
+    (name, row), value = max(largest.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+    return (
+        f"{name} of {responses.sample_ids[row]}, up to {value:.3g}; look at the row with `rlhf inspect data/advantages"
+        f" --sample-id {responses.sample_ids[row]} --tokens`"
+    )
 
 
 def _log_ratios(outputs: TokenOutputs, responses: Responses, batch: Batch, settings: Settings) -> Tensor:

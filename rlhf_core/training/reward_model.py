@@ -5,7 +5,7 @@ Left out: files (stages/train_rm.py), what a list is (comparisons.py), measures 
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.losses import centring_loss, listwise_loss, pairwise_loss
-from rlhf_core.errors import ConfigError, NumericError
+from rlhf_core.errors import ConfigError, NonFiniteStep
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import for_all_rows, sequence_scores
+from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.comparisons import Ranked
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.minibatches import minibatches
-from rlhf_core.training.optimizer import adamw, clip_and_step, schedule, trainable
+from rlhf_core.training.optimizer import (
+    NamedParameters,
+    adamw,
+    clip_and_step,
+    count_skipped,
+    put_training_state,
+    schedule,
+    trainable,
+    training_state,
+)
 from rlhf_core.training.ranking import held_out_loss
+from rlhf_core.training.saves import Saves
 
 logger = logging.getLogger("rlhf")
 
@@ -55,6 +66,7 @@ class Trained:
     loss: float  # mean over the steps of the epoch that was kept
     best_epoch: int  # that epoch, from 1
     parameters: int  # numbers that were trained
+    skipped: int  # steps refused: their loss or gradient was not finite
 
 
 def freeze_lowest(model: PreTrainedModel, layers: int) -> None:
@@ -92,8 +104,10 @@ def train(
     max_grad_norm: float,
     adam_betas: Sequence[float],
     adam_eps: float,
+    max_skipped_steps: int,
     seed: int,
     progress: Callable[[float], None],
+    saves: Saves | None,
 ) -> Trained:
     """Train a sequence classifier in place and leave it as it was after its best epoch.
 
@@ -117,11 +131,13 @@ def train(
         max_grad_norm: Global 2-norm.
         adam_betas: Decay of the first and second moments.
         adam_eps: Added to the root of the second moment.
+        max_skipped_steps: How many steps may be left out because a loss or gradient is not finite.
         seed: Of the order of the lists.
-        progress: Told the loss after each step.
+        progress: Told the loss after each step, and first those of an earlier run that was killed.
+        saves: Where training goes on from, and keeps its state; None = nowhere.
 
     Raises:
-        NumericError: If a loss or gradient is not finite.
+        NonFiniteStep: If a loss or gradient is not finite more often than that, or throughout the epoch that is kept.
     """
     named = trainable(model, "reward_model")
     optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay)
@@ -131,18 +147,59 @@ def train(
     parameters = [parameter for _, parameter in named]
     per_epoch = len(batches) // epochs
     best = _Best(model, parameters, held_out if epochs > 1 else [], execution)
-    losses: list[float] = []
-    for step, batch in enumerate(batches):
-        loss, where = _batch_gradient(model, rows, batch, objective, execution, step=step)
-        execution.processes.add_gradients(parameters)
-        clip_and_step(optimizer, scheduler, {"grad_norm": parameters}, max_grad_norm=max_grad_norm, where=where)
+    losses = _resumed(optimizer, scheduler, named, best, saves)
+    for loss in losses:
+        progress(loss if loss is not None else math.nan)
+    for step, batch in enumerate(batches[len(losses) :], start=len(losses)):
+        try:
+            loss, where = _batch_gradient(model, rows, batch, objective, execution, step=step)
+            execution.processes.add_gradients(parameters)
+            clip_and_step(optimizer, scheduler, {"grad_norm": parameters}, max_grad_norm=max_grad_norm, where=where)
+        except NonFiniteStep as error:
+            optimizer.zero_grad(set_to_none=True)
+            count_skipped(error, losses.count(None), most=max_skipped_steps, key="train_rm.max_skipped_steps")
+            loss = None
         losses.append(loss)
-        progress(loss)
+        progress(loss if loss is not None else math.nan)
         if (step + 1) % per_epoch == 0:
             best.offer((step + 1) // per_epoch)
+        if saves is not None and saves.due(step + 1):
+            _save(optimizer, scheduler, named, best, losses, saves)
     epoch = best.restore()
-    loss = float(np.mean(losses[(epoch - 1) * per_epoch : epoch * per_epoch]))
-    return Trained(loss, epoch, sum(parameter.numel() for parameter in parameters))
+    taken = [loss for loss in losses[(epoch - 1) * per_epoch : epoch * per_epoch] if loss is not None]
+    if not taken:
+        raise NonFiniteStep(f"train_rm: no step of epoch {epoch} was taken; {losses.count(None)} were refused in all")
+    size = sum(parameter.numel() for parameter in parameters)
+    return Trained(float(np.mean(taken)), epoch, size, losses.count(None))
+
+
+def _resumed(
+    optimizer: torch.optim.AdamW, scheduler: Any, named: NamedParameters, best: "_Best", saves: Saves | None
+) -> list[float | None]:
+    """Put everything where a killed run was, and return the losses of its steps, None for one that was refused."""
+    found = None if saves is None else saves.newest()
+    if found is None:
+        return []
+    tensors, facts = found
+    put_training_state(optimizer, scheduler, named, tensors, schedule_step=facts["schedule_step"])
+    best.put(tensors, facts["best"])
+    losses: list[float | None] = facts["losses"]
+    logger.info("going on after step %d, where an earlier run was ended", len(losses))
+    return losses
+
+
+def _save(
+    optimizer: torch.optim.AdamW,
+    scheduler: Any,
+    named: NamedParameters,
+    best: "_Best",
+    losses: list[float | None],
+    saves: Saves,
+) -> None:
+    """Keep all that the rest of the training depends on; the order of the lists is a function of the seed."""
+    kept, described = best.state()
+    facts = {"losses": losses, "best": described, "schedule_step": scheduler.last_epoch}
+    saves.write(len(losses), training_state(optimizer, named) | kept, facts)
 
 
 class _Best:
@@ -172,6 +229,18 @@ class _Best:
             self._loss, self._epoch = loss, epoch
             self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what put takes: the parameters that are kept, if any, and what is known of them."""
+        kept = {f"best/{place}": tensor for place, tensor in enumerate(self._kept or [])}
+        return kept, {"loss": self._loss if self._kept is not None else None, "epoch": self._epoch}
+
+    def put(self, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
+        """Go on from what state returned."""
+        self._epoch = described["epoch"]
+        if described["loss"] is not None:
+            self._loss = described["loss"]
+            self._kept = [tensors[f"best/{place}"].clone() for place in range(len(self._parameters))]
+
     def restore(self) -> int:
         """Put the best parameters back and return their epoch."""
         if self._kept is not None:
@@ -196,12 +265,15 @@ def _batch_gradient(
     with processes.together():
         total = accumulate(model, [rows[row] for row in share], objective, execution, batch_size=len(batch))
         if not math.isfinite(total):
-            raise NumericError(f"{_where(step, rows, share)}: the loss is {total}; the step was not taken")
+            raise NonFiniteStep(
+                f"{_where(step, rows, share)}: the loss is {total}; the step was not taken. Likely causes: weights that"
+                " diverged (lower train_rm.learning_rate), or an extreme margin in the data"
+            )
     return sum(processes.gathered(total)), _where(step, rows, batch)
 
 
 def _where(step: int, rows: Sequence[Ranked], batch: list[int]) -> str:
-    return f"optimiser step {step + 1}, pairs {', '.join(rows[row].pair_id for row in batch[:4])}, ..."
+    return f"train_rm, optimiser step {step + 1}, pairs {', '.join(rows[row].pair_id for row in batch[:4])}, ..."
 
 
 def accumulate(
@@ -296,7 +368,7 @@ def scores(
             compute,
             [rows[row].prompt_ids[place] for row in having],
             [rows[row].response_ids[place] for row in having],
-            max_batch_tokens=execution.max_batch_tokens,
+            budget=TokenBudget(execution.max_batch_tokens),
             pad_id=execution.pad_id,
             device=model.device,
             progress=progress,

@@ -60,8 +60,9 @@ def settings(seed: int) -> Settings:
         temperature=1.0, ppo_epochs=EPOCHS, minibatch_size=MINIBATCH, old_logprobs="trainer", ratio="token",
         clip_range=0.2, clip_range_high=0.2, dual_clip=None, value_clip_range=None, value_loss_factor=0.5,
         value_coef=0.1, entropy_coef=0.0, kl_loss_coef=0.0, kl_loss_estimator="k3", kl_estimate_bound=None,
-        aggregation="token_mean", aggregation_constant=1.0, target_kl=None, max_grad_norm=1.0, max_batch_tokens=4096,
-        logits_chunk_tokens=512, precision="float32", pad_id=0, seed=seed,
+        aggregation="token_mean", aggregation_constant=1.0, target_kl=None, max_kl=None, max_grad_norm=1.0,
+        max_skipped_steps=0, iteration="1", max_batch_tokens=4096, logits_chunk_tokens=512,
+        precision="float32", pad_id=0, seed=seed,
     )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def iterate(learner: Learner, references: list[Tensor], params: AdvantageParams,
         advantages=split(found.advantages),
         **critic,
     )
-    update(learner, responses, settings(seed), processes=ALONE, progress=lambda metrics: None)
+    update(learner, responses, settings(seed), ALONE, lambda metrics: None, None)
 
 
 def solve(estimator: str, kl_coef: float) -> tuple[float, float, float, float]:

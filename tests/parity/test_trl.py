@@ -211,7 +211,7 @@ def test_losses_gradients_and_weights_agree(
         value_loss_factor=CONVENTIONS["trl"].value_loss_factor,
     )  # fmt: skip
     learner = gradient_descent(learner_of(ours.policy, separate(ours.value_model)))
-    log = update(learner, batch, chosen, ALONE, lambda metrics: None)
+    log = update(learner, batch, chosen, ALONE, lambda metrics: None, None).log
     assert len(log) == len(trl.steps) == STEPS
     for step, theirs in zip(log, trl.steps, strict=True):
         found = {

@@ -22,9 +22,11 @@ from rlhf_core.artifacts.provenance import hash_path, hash_tokenizer
 from rlhf_core.artifacts.schema import PROMPTS, ROLLOUTS
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_name, write_shard
 from rlhf_core.errors import ConfigError, DataError, DiskError, ModelError, RlhfError, StaleInput
+from rlhf_core.sampling import rollouts
 from rlhf_core.sampling.engine import Sample
 from rlhf_core.sampling.rollouts import Prompt, choose_prompts
 from stages import rollout as stage
+from tests.killed import kill_many_times, note, noted
 
 ROOT = Path(__file__).parents[2]
 OUT, METRICS = Path("data/rollouts/iteration=1"), Path("data/metrics/rollout/1.json")
@@ -344,6 +346,21 @@ def test_a_restart_samples_only_what_is_missing(monkeypatch: pytest.MonkeyPatch,
     assert table.num_rows == 10 and keys == {(name, index) for name in TRAIN for index in range(2)}
     # The same bytes as without a crash.
     assert {path.name: path.read_bytes() for path in OUT.iterdir()} == whole
+
+
+def test_rollouts_killed_at_any_moment_are_sampled_once(
+    monkeypatch: pytest.MonkeyPatch, stub: type[StubSampler]
+) -> None:
+    set_params({"rollout": {**SMALL, "shard_prompts": 1}})
+    note(monkeypatch, rollouts, "write_shard", lambda path, *_: path.name)
+    ran = kill_many_times("rollout@1", stage.main, "1", "0", outs=[OUT, METRICS], kills=20)
+    shards: Counter[str] = Counter()
+    for written, published in noted(ran):
+        shards.update(written)
+        assert set(shards.values()) <= {1}
+        if published:
+            assert len(shards) == 5
+            shards.clear()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSeque
 from rlhf_core.models.batching import collate, token_budget_batches
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import _kl_of_rows, for_all_rows, full_kl, sequence_scores, token_outputs
+from rlhf_core.models.memory import TokenBudget
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -286,7 +287,7 @@ def test_scores_do_not_depend_on_batch_size_or_order(max_batch_tokens):
             lambda batch: list(sequence_scores(model, batch, precision="float32")),
             [prompts[row] for row in order],
             [responses[row] for row in order],
-            max_batch_tokens=max_batch_tokens,
+            budget=TokenBudget(max_batch_tokens),
             pad_id=2,
             device=CPU,
             progress=lambda rows: None,

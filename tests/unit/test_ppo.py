@@ -17,11 +17,15 @@ from rlhf_core.errors import NumericError, RowMismatch
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, save_like
+from rlhf_core.models.memory import TokenBudget
+from rlhf_core.training import ppo
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.minibatches import minibatches
-from rlhf_core.training.ppo import explained_variance_after, step_count, summary
+from rlhf_core.training.ppo import Progress, update
+from rlhf_core.training.ppo_measures import explained_variance_after, kl_after, summary
 from tests.ppo_case import (
     CPU,
+    NO_STATE,
     gradient,
     learner_of,
     run,
@@ -167,10 +171,12 @@ def test_the_update_ends_before_the_step_that_is_too_far():
     moved = [row["policy/approxkl_k3_avg"] for row in log]
     last = next(step for step in range(1, 10) if moved[step] > max(moved[:step]) * 1.01)
     target = (moved[last] + max(moved[:last])) / 2
-    stopped, state = run(model, None, responses, replace(free, target_kl=target), learning_rate=1e-3)
-    assert stopped == log[:last] and state.steps == {"policy": last}
+    learner = learner_of(model, None, learning_rate=1e-3)
+    progress = update(learner, responses, replace(free, target_kl=target), ALONE, lambda metrics: None, None)
+    state = learner.state(NO_STATE, steps=len(progress.log), episode=4)
+    assert progress.log == log[:last] and state.steps == {"policy": last}
     assert not any(parameter.grad is not None for parameter in model.parameters())
-    found = summary(stopped, steps=step_count(responses, free))
+    found = summary(progress)
     assert found["update/stopped_early"] == 1 and found["optimizer_steps"] == last
 
 
@@ -233,6 +239,97 @@ def test_a_non_finite_loss_names_step_and_rows_and_leaves_the_weights():
     assert torch.equal(weights(model, critic), before)
 
 
+def test_a_refused_step_leaves_everything_as_it_was_and_is_counted(caplog):
+    # Minibatches of one row, one epoch: without the row of NaN, the same three steps are taken.
+    model = tiny_model().eval()
+    responses = scored(model, None)
+    order = [rows[0] for rows in minibatches(4, epochs=1, minibatch_size=1, seed=1)]
+    responses.advantages[order[1]][:] = np.nan
+    chosen = settings(minibatch_size=1, max_skipped_steps=1)
+    without = copy.deepcopy(model)
+    learner = learner_of(model, None, lr_schedule="linear", schedule_steps=10)
+    progress = update(learner, responses, chosen, ALONE, lambda metrics: None, None)
+    assert (progress.done, progress.skipped, len(progress.log)) == (4, 1, 3)
+    assert summary(progress)["update/skipped_steps"] == 1 and summary(progress)["optimizer_steps"] == 3
+    assert [row["lr"] for row in progress.log] == pytest.approx([1e-3, 9e-4, 8e-4])
+    name = "abcd"[order[1]]
+    assert f"iteration 1, optimiser step 2, rows {name}: the loss is nan" in caplog.text
+    assert f"Likely cause: advantages of {name}, up to nan" in caplog.text
+    responses.advantages[order[1]][:] = 0.0
+    other = learner_of(without, None, lr_schedule="linear", schedule_steps=10)
+    for row in (order[0], order[2], order[3]):
+        ppo._step(other, responses, [row], chosen, ALONE, TokenBudget(64), step=1, first=False)
+    assert torch.equal(weights(model), weights(without))
+
+
+def test_one_refused_step_too_many_ends_the_update(caplog):
+    model = tiny_model().eval()
+    responses = scored(model, None)
+    for row in (0, 1):
+        responses.advantages[row][:] = np.inf
+    with pytest.raises(NumericError, match=r"inf; look at .*Refused before: 1 steps; ppo_update.max_skipped_steps = 1"):
+        run(model, None, responses, settings(minibatch_size=1, max_skipped_steps=1))
+
+
+def test_an_update_of_refused_steps_alone_is_an_error():
+    model = tiny_model().eval()
+    responses = scored(model, None)
+    responses.ref_logprobs[2][:] = np.nan
+    with pytest.raises(NumericError, match="iteration 1: no optimiser step was taken; 1 were refused"):
+        run(model, None, responses, settings(max_skipped_steps=5, kl_loss_coef=0.1))
+
+
+def test_broken_weights_are_named_as_the_cause():
+    model, critic = tiny_model().eval(), shared_critic()
+    responses = scored(model, critic)
+    with torch.no_grad():
+        critic.head.bias.fill_(torch.inf)
+    with pytest.raises(NumericError, match="Likely cause: the critic's values are not finite"):
+        run(model, critic, responses, settings())
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(NumericError, match="Likely cause: the policy's own logprobs are not finite"):
+        run(model, critic, responses, settings())
+
+
+def test_memory_that_runs_out_in_the_backward_pass_changes_nothing(monkeypatch, caplog):
+    # Minibatches of 4 rows in micro-batches of 2: the second one fails once, with the first one's gradient there.
+    results = []
+    for fails in (False, True):
+        model, critic = tiny_model().eval(), shared_critic()
+        original, calls = ppo.micro_batch_loss, []
+
+        def scarce(*arguments, fails=fails, original=original, calls=calls):
+            calls.append(arguments)
+            loss, *rest = original(*arguments)
+            if fails and len(calls) == 2:
+                loss.backward()  # so that the gradient is half of something
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss, *rest
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ppo, "micro_batch_loss", scarce)
+            log, state = run(model, critic, scored(model, critic), settings(ppo_epochs=2, max_batch_tokens=16))
+        results.append((gradient(state), log, len(calls)))
+    (one, log, calls), (other, other_log, more) = results
+    assert more > calls and "out of memory with a batch of" in caplog.text
+    assert torch.allclose(one, other, atol=1e-5, rtol=0)
+    assert other_log[0] == pytest.approx(log[0], rel=1e-5, abs=1e-5)
+
+
+def test_an_update_that_moved_too_far_is_an_error():
+    # By hand: logprobs 0.1 nats below those of the policy now: exp(0.1) - 1 - 0.1 = 0.00517 a token.
+    model = tiny_model().eval()
+    responses = scored(model, None)
+    for row in range(4):
+        responses.logprobs[row][:] -= 0.1
+    learner = learner_of(model, None)
+    found = kl_after(learner, responses, settings(max_kl=0.0053, max_batch_tokens=12), ALONE)
+    assert found == pytest.approx(np.expm1(0.1) - 0.1, abs=1e-5)
+    with pytest.raises(NumericError, match=r"by 0\.00517.*max_kl = 0\.005; no checkpoint was published"):
+        kl_after(learner, responses, settings(max_kl=0.005), ALONE)
+
+
 def test_no_responses_are_an_error():
     model = tiny_model().eval()
     nothing = replace(scored(model, None), sample_ids=[])
@@ -245,12 +342,12 @@ def test_summary_averages_steps():
         {"val/ratio": 1.0, "lr": 0.1, "grad_norm": 2.0, "policy/ratio_error_max": 0.0, "val/squared_error": 1.0},
         {"val/ratio": 1.5, "lr": 0.2, "grad_norm": 4.0, "policy/ratio_error_max": 0.5, "val/squared_error": 3.0},
     ]
-    assert summary(log, steps=2) == {
+    assert summary(Progress(done=2, skipped=0, log=log)) == {
         "val/ratio": 1.25, "lr": 0.2, "grad_norm_avg": 3.0, "policy/max_first_ratio_error": 0.0, "optimizer_steps": 2,
-        "update/stopped_early": 0,
+        "update/stopped_early": 0, "update/skipped_steps": 0,
     }  # fmt: skip
     critic = [{**row, "critic_grad_norm": 1.0} for row in log]
-    assert summary(critic, steps=3)["critic_grad_norm_avg"] == 1.0
+    assert summary(Progress(done=2, skipped=0, log=critic))["critic_grad_norm_avg"] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

@@ -35,6 +35,7 @@ LISTS = dataclasses.replace(PAIRS, loss="plackett_luce")
 OPTIONS = {
     "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_fraction": 0.1, "epochs": 4, "batch_size": 8,
     "max_grad_norm": 1.0, "adam_betas": (0.9, 0.999), "adam_eps": 1e-8, "seed": 1,
+    "max_skipped_steps": 0, "saves": None,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlhf_core.models.batching import collate
 from rlhf_core.models.forward import for_all_rows, sequence_scores
 from rlhf_core.models.loading import load_classifier, new_classifier, save_pretrained
+from rlhf_core.models.memory import TokenBudget
 from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
 from rlhf_core.models.tokenizer import load_tokenizer
 from tests.tiny import tiny_tokenizer
@@ -147,7 +148,7 @@ def test_a_tokenizer_without_pad_token_gets_one_in_both_places_and_no_score_depe
                 lambda batch: list(sequence_scores(again, batch, precision="float32")),
                 [rows[row][0] for row in order],
                 [rows[row][1] for row in order],
-                max_batch_tokens=budget,
+                budget=TokenBudget(budget),
                 pad_id=2,
                 device=CPU,
                 progress=lambda rows: None,

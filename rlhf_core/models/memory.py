@@ -1,0 +1,85 @@
+"""Work that does not fit into memory is cut into smaller batches: the token budget halves, and the work goes on.
+
+How rows are batched changes no result beyond rounding. Left out: a process that the system itself ends for its memory.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from rlhf_core.errors import OutOfMemory
+from rlhf_core.models.batching import token_budget_batches
+
+logger = logging.getLogger("rlhf")
+
+# What torch says besides torch.OutOfMemoryError: its allocator on CPUs, and cuBLAS.
+_SAID = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class TokenBudget:
+    """compute.max_batch_tokens, as far as memory allows."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens  # padded tokens of one batch
+
+    def fits(self, work: Callable[[], None], lengths: Sequence[int]) -> bool:
+        """Do one batch's work; where memory runs out, halve the budget and return False.
+
+        Args:
+            work: What it has done before memory ran out is the caller's to undo.
+            lengths: [B] tokens of each row of the batch.
+
+        Raises:
+            OutOfMemory: If the batch is a single row.
+        """
+        try:
+            work()
+            return True
+        except RuntimeError as error:
+            said = str(error).splitlines()[0]
+            if not isinstance(error, torch.OutOfMemoryError) and not any(known in said for known in _SAID):
+                raise
+        # Only here: while the error was handled, its traceback held the tensors of the failed pass.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        padded = len(lengths) * max(lengths)
+        if len(lengths) == 1:
+            raise OutOfMemory(
+                f"a single row of {padded} tokens does not fit into memory ({said}). Lower compute.logits_chunk_tokens,"
+                " or sampling.max_new_tokens and ingest.max_prompt_tokens, or take a device with more memory"
+            )
+        self.tokens = min(self.tokens, padded) // 2
+        logger.warning(
+            "out of memory with a batch of %d rows, %d tokens (%s); going on with batches of %d tokens at most",
+            len(lengths),
+            padded,
+            said,
+            self.tokens,
+        )
+        return False
+
+
+def in_batches(lengths: Sequence[int], budget: TokenBudget, work: Callable[[list[int]], None]) -> None:
+    """Do the work of every row once, in batches as large as the budget and memory allow.
+
+    Args:
+        lengths: [B] tokens of each row, prompt included.
+        budget: Lowered where memory runs out.
+        work: Takes the indices of a batch's rows. May be called for a row again if memory ran out in it.
+
+    Raises:
+        OutOfMemory: If a single row does not fit.
+    """
+    batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+    while batches:
+        batch = batches[0]
+        if budget.fits(partial(work, batch), [lengths[row] for row in batch]):
+            batches.pop(0)
+            continue
+        rest = sorted(row for batch in batches for row in batch)
+        regrouped = token_budget_batches([lengths[row] for row in rest], max_batch_tokens=budget.tokens)
+        batches = [[rest[place] for place in group] for group in regrouped]
