@@ -165,12 +165,16 @@ def train(
             best.offer((step + 1) // per_epoch)
         if saves is not None and saves.due(step + 1):
             _save(optimizer, scheduler, named, best, losses, saves)
-    epoch = best.restore()
+    return _trained(best.restore(), losses, per_epoch, size=sum(parameter.numel() for parameter in parameters))
+
+
+def _trained(epoch: int, losses: Sequence[float | None], per_epoch: int, *, size: int) -> Trained:
+    """Return what training ended with, given the epoch that is kept."""
     taken = [loss for loss in losses[(epoch - 1) * per_epoch : epoch * per_epoch] if loss is not None]
+    skipped = losses.count(None)
     if not taken:
-        raise NonFiniteStep(f"train_rm: no step of epoch {epoch} was taken; {losses.count(None)} were refused in all")
-    size = sum(parameter.numel() for parameter in parameters)
-    return Trained(float(np.mean(taken)), epoch, size, losses.count(None))
+        raise NonFiniteStep(f"train_rm: no step of epoch {epoch} was taken; {skipped} were refused in all")
+    return Trained(float(np.mean(taken)), epoch, size, skipped)
 
 
 def _resumed(
