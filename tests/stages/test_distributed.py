@@ -147,7 +147,7 @@ def test_an_error_in_one_process_stops_both_with_one_message(project: Path, monk
     write_advantages(extreme="1-p1-1")  # which the second process has, with 1-p0-1
     found = launched("stages.ppo_update", "1", "0")
     assert found.returncode == 1
-    assert found.stderr.count("NumericError") == 1 and "Traceback" not in found.stderr
+    assert found.stderr.count("NonFiniteStep") == 1 and "Traceback" not in found.stderr
     assert "optimiser step 1, rows 1-p0-1, 1-p1-1: the loss is inf; the step was not taken" in found.stderr
     assert not (POLICY / "1").exists()
 
