@@ -35,6 +35,8 @@ from rlhf_core.report.inspect import (
     token_texts,
 )
 from rlhf_core.report.metrics import Row, chain_rows, main_chain, write_text
+from rlhf_core.report.prune import DEFAULT_METRIC, PARTS, Rule, drop, plan
+from rlhf_core.report.pruned import read_pruned
 from rlhf_core.report.table import print_summary
 from rlhf_core.report.terminal import (
     AFTER_COLUMNS,
@@ -181,17 +183,46 @@ def verify(
         str | None,
         typer.Argument(help="An artifact, such as data/scores/iteration=1 or policy/2; default: the last checkpoints."),
     ] = None,
-    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Pass over what is not there.")] = False,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Pass over what is not there; what was pruned is in any case.")
+    ] = False,
 ) -> None:
     """Compare a checkpoint, and all it was made from back to the data, with the hashes recorded of them.
 
     Stops with 1 at the first file that does not match, with its expected and its found hash and what to do.
     """
-    root, count = Path("."), 0
+    root, count, missing = Path("."), 0, 0
     for found in walk(root, [resolve(root, target)] if target else default_targets(root), allow_missing=allow_missing):
         count += 1
+        missing += not found.digest
         typer.echo(f"{'ok' if found.digest else '--':3} {found.path} ({found.text})")
-    typer.echo(f"{count} artifacts, all as recorded")
+    left = f"; {missing} not looked at" if missing else ""
+    typer.echo(f"{count - missing} artifacts, all as recorded{left}")
+
+
+@app.command()
+def prune(
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the last N iterations of every chain.")] = None,
+    keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the N with the highest metric.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Keep every iteration whose number K divides.")] = None,
+    metric: Annotated[str, typer.Option(help="Metric of --keep-best.")] = DEFAULT_METRIC,
+    parts: Annotated[str, typer.Option(help="What of a checkpoint goes; optimizer is the largest.")] = ",".join(PARTS),
+    outside_cache: Annotated[
+        bool, typer.Option("--outside-cache", help="Drop also from a cache outside the project, if none else uses it.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Drop old checkpoints that no rule keeps, from data/checkpoints and from DVC's cache; shows the bytes first.
+
+    The base model, the heads of chains (those of tags and other branches too), and what a stage needs that is not up
+    to date always stay. Afterwards `dvc repro --allow-missing` goes on.
+    """
+    rule = Rule(last=keep_last, best=keep_best, every=every, metric=metric)
+    chosen = plan(Path("."), rule, parts.split(","), outside_cache=outside_cache, say=typer.echo)
+    asked = "Drop them? `dvc pull` fetches what was pushed to a remote; the rest has to be trained again to come back"
+    if chosen and (yes or typer.confirm(asked)):
+        drop(Path("."), chosen)
+        typer.echo("dropped; go on with `dvc repro --allow-missing`, and commit data/pruned.json")
 
 
 @app.command()
@@ -218,13 +249,18 @@ def append_iterations(root: Path, count: int, prev: str | None) -> list[str]:
         prev: Where the first starts from; None = the last entry.
 
     Raises:
-        RlhfError: If the files are not valid as they are, or prev does not exist.
+        RlhfError: If the files are not valid as they are, or prev does not exist or was pruned.
     """
     run = load_run(root)
     previous = prev if prev is not None else (main_chain(run) or [BASE_ITERATION])[-1]
     if previous not in {BASE_ITERATION, *run.iterations}:
         raise RlhfError(
             f"--prev {previous}: no such iteration; expected one of {', '.join([BASE_ITERATION, *run.iterations])}"
+        )
+    if gone := [path for path in read_pruned(root) if Path(path).name == previous]:
+        raise RlhfError(
+            f"iteration {previous}: `rlhf prune` dropped {', '.join(gone)}; `dvc pull {' '.join(gone)}` fetches that"
+            f" from a remote, `dvc repro ppo_update@{previous}` makes it again"
         )
     first = 1 + max((int(name) for name in run.iterations if name.isascii() and name.isdigit()), default=0)
     names = [str(number) for number in range(first, first + count)]
@@ -296,8 +332,12 @@ def iterations_since_best(rows: dict[str, Row], metric: str) -> int:
 
 
 def repro(root: Path) -> int:
-    """Run `dvc repro` with its output on this terminal and return its exit code; 130 after Ctrl-C."""
-    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], cwd=root)
+    """Run `dvc repro` with its output on this terminal and return its exit code; 130 after Ctrl-C.
+
+    Pruned checkpoints are not made again.
+    """
+    options = ["--allow-missing"] if read_pruned(root) else []
+    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro", *options], cwd=root)
     while True:
         try:
             code = process.wait()

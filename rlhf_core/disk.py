@@ -14,8 +14,8 @@ from rlhf_core.errors import DiskError
 
 _GO_ON = "then run the same command again: finished parts are kept, and nothing half-written was published"
 _PROBLEMS = {
-    errno.ENOSPC: f"the disk is full; free some space (`dvc gc -w`), {_GO_ON}",
-    errno.EDQUOT: f"the disk quota is used up; free some space (`dvc gc -w`) or raise it, {_GO_ON}",
+    errno.ENOSPC: f"the disk is full; free some space (`rlhf prune`, `dvc gc -w`), {_GO_ON}",
+    errno.EDQUOT: f"the disk quota is used up; free some space (`rlhf prune`, `dvc gc -w`) or raise it, {_GO_ON}",
     errno.EFBIG: f"the file would pass the limit on file sizes (`ulimit -f`, or the file system's); raise it, {_GO_ON}",
     errno.EROFS: "the file system is mounted read-only; mount it for writing, or work in another directory",
     errno.EACCES: "no permission; make it readable and writable for this user",
@@ -88,8 +88,8 @@ def require_space(directory: Path, needed: int, what: str) -> None:
     free = free_bytes(directory)
     if free < needed:
         raise DiskError(
-            f"{directory}: {what} takes about {size_text(needed)}, {size_text(free)} are free; free some space"
-            " (`dvc gc -w` drops what no stage refers to any more), then run again"
+            f"{directory}: {what} takes about {size_text(needed)}, {size_text(free)} are free; free some space (`rlhf"
+            " prune` drops old checkpoints, `dvc gc -w` what no stage refers to any more), then run again"
         )
 
 

@@ -10,6 +10,7 @@ from rlhf_core.config import load_run
 from rlhf_core.errors import RlhfError
 from rlhf_core.report.check import Check
 from rlhf_core.report.locks import lock_checks
+from rlhf_core.report.pruned import read_pruned
 
 # What the code is written for.
 PYTHON = (3, 11)
@@ -45,6 +46,7 @@ def diagnose(root: Path) -> list[Check]:
         disk_check(shutil.disk_usage(root).free),
         *package_checks(),
         params_check(root),
+        pruned_check(root),
         *lock_checks(root),
     ]
 
@@ -94,6 +96,22 @@ def params_check(root: Path) -> Check:
     except RlhfError as error:
         return Check("params", "error", str(error))
     return Check("params", "ok", f"params.yaml and iterations.yaml are valid, {len(run.iterations)} iterations")
+
+
+def pruned_check(root: Path) -> Check:
+    """Check whether checkpoints are missing because `rlhf prune` dropped them."""
+    try:
+        gone = read_pruned(root)
+    except RlhfError as error:
+        return Check("pruned", "error", str(error))
+    if not gone:
+        return Check("pruned", "ok", "no checkpoint is missing because of `rlhf prune`")
+    return Check(
+        "pruned",
+        "warning",
+        f"`rlhf prune` dropped {len(gone)} directories of checkpoints: run `dvc repro --allow-missing`, since plain"
+        " `dvc repro` would train them again",
+    )
 
 
 def _version(name: str) -> str | None:

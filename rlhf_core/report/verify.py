@@ -7,7 +7,7 @@ that an input was made again since.
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from rlhf_core.disk import size_text
 from rlhf_core.errors import ArtifactError, StaleInput
 from rlhf_core.report.dvc_lock import Lock, directory_md5, read_lock
 from rlhf_core.report.metrics import main_chain
+from rlhf_core.report.pruned import read_pruned
 
 _CHECKPOINTS = ("policy", "critic", "optimizer")
 _CHUNK = 2**20  # bytes read at once
@@ -72,19 +73,19 @@ def verify(root: Path, targets: Sequence[str], *, allow_missing: bool) -> Iterat
     Args:
         root: Project directory.
         targets: Paths relative to it.
-        allow_missing: Whether an artifact that is not there is passed over; what it was made from
-            is then followed through dvc.lock.
+        allow_missing: Whether an artifact that is not there is passed over, as a pruned checkpoint always is; what it
+            was made from is then followed through dvc.lock.
 
     Raises:
         ArtifactError: At the first that is missing, damaged or edited, with file, expected and found hash, and what to
             do. StaleInput: At the first that is not the one its reader read.
     """
-    lock, seen = read_lock(root), dict[str, Found]()
+    lock, pruned, seen = read_lock(root), read_pruned(root), dict[str, Found]()
     queue: deque[tuple[str, str | None, str]] = deque((target, None, "") for target in targets)
     while queue:
         path, expected, reader = queue.popleft()
         if path not in seen:
-            found = seen[path] = _examine(root, path, lock, allow_missing=allow_missing)
+            found = seen[path] = _examine(root, path, lock, pruned, allow_missing=allow_missing)
             yield found
             queue.extend((name, digest, path) for name, digest in found.inputs.items())
         digest = seen[path].digest
@@ -95,13 +96,15 @@ def verify(root: Path, targets: Sequence[str], *, allow_missing: bool) -> Iterat
             )
 
 
-def _examine(root: Path, path: str, lock: Lock, *, allow_missing: bool) -> Found:
+def _examine(root: Path, path: str, lock: Lock, pruned: Collection[str], *, allow_missing: bool) -> Found:
     """Check one artifact by itself: is it there, can it be read, is it what its maker and dvc.lock recorded?"""
     place, out = root / path, lock.outs.get(path)
     known = {name: None for name in (lock.stages.get(out.stage, {}) if out else {}) if _is_data(name)}
     if not place.exists():
         if not _is_ours(path, lock):
             return Found(path, "not in this project; not looked at", None, {})
+        if path in pruned:
+            return Found(path, "dropped by `rlhf prune`", None, dict(known))
         if not allow_missing:
             stage = out.stage if out else "the stage that writes it"
             raise ArtifactError(

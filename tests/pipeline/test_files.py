@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.errors import RlhfError
 from rlhf_core.report.verify import verify
-from tests.file_graph import dvc, environment, make
+from tests.file_graph import dvc, environment, make, set_iterations
 
 POLICY = "data/checkpoints/policy"
 HEADS = [f"data/checkpoints/{kind}/2" for kind in ("policy", "critic", "optimizer")]
@@ -152,3 +152,41 @@ def test_a_missing_ancestor_is_named_and_passed_over_on_demand(project: Path) ->
     assert done.exit_code == 0, done.output
     assert f"--  {POLICY}/1 (missing)" in done.output and "ok  data/raw/prompts.jsonl" in done.output
     (project / "aside").rename(project / POLICY / "1")
+
+
+def test_prune_drops_the_middle_and_the_next_iteration_runs(project: Path) -> None:
+    remote = f"[core]\nremote = store\n['remote \"store\"']\nurl = {project.parent / 'store'}\n"
+    (project / ".dvc/config.local").write_text(remote)
+    dvc(project, "push", f"{POLICY}/1")
+    before = len(cache_objects(project))
+    done = RUNNER.invoke(app, ["prune", "--keep-last", "1", "--yes"])
+    assert done.exit_code == 0 and "keep 2: the head of a chain" in done.output, done.output
+    assert sorted(path.name for path in (project / POLICY).iterdir()) == ["0", "2"]
+    # Of iteration 1 weights and lineages; of the three lineages two are the same, and the configs are those of 0 and 2.
+    assert len(cache_objects(project)) == before - 5
+    set_iterations(project, 3)
+    assert ran(dvc(project, "repro", "--allow-missing")) == ["rollout@3", "advantages@3", "ppo_update@3"]
+    assert sorted(path.name for path in (project / POLICY).iterdir()) == ["0", "2", "3"]
+
+
+def test_prune_goes_on_where_it_stopped_and_keeps_what_the_next_iteration_reads(project: Path) -> None:
+    set_iterations(project, 4)  # not run yet
+    done = RUNNER.invoke(app, ["prune", "--keep-last", "1", "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "drop 2: " in done.output and "drop 3" not in done.output and "drop 1" not in done.output
+    assert f"keep {POLICY}/3: rollout@4 needs it and is not up to date" in done.output
+    set_iterations(project, 3)
+
+
+def test_the_lineage_is_walked_through_pruned_checkpoints(project: Path) -> None:
+    done = RUNNER.invoke(app, ["verify"])
+    assert done.exit_code == 0, done.output
+    assert f"--  {POLICY}/1 (dropped by `rlhf prune`)" in done.output and "ok  data/raw/prompts.jsonl" in done.output
+    assert "; 6 not looked at" in done.output
+
+
+def test_a_pruned_checkpoint_is_fetched_from_a_remote_or_made_again(project: Path) -> None:
+    dvc(project, "pull", f"{POLICY}/1")
+    assert f"ok  {POLICY}/1 " in RUNNER.invoke(app, ["verify", "policy/1"]).output
+    assert ran(dvc(project, "repro", "ppo_update@1")) == ["ppo_update@1"]
+    assert "; 3 not looked at" in RUNNER.invoke(app, ["verify"]).output  # those of iteration 2
