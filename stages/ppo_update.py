@@ -55,9 +55,9 @@ def main() -> None:
     )
     adapted = policy_adapters(policy, state, **lora_options(params))
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
-    check_room(policy, critic)
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)
+    check_room(policy, critic, saved=0 < ppo.save_every <= steps)
     with tqdm(total=steps, desc="ppo_update", unit="step", disable=not processes.is_main) as bar:
         saves = Saves(work / "saves", ppo.save_every, processes)
         progress = update(learner, responses, settings, processes, lambda row: show(bar, row), saves)
@@ -82,12 +82,13 @@ def main() -> None:
     publish(work / "steps.csv", Path(f"data/plots/ppo_update/{iteration}.csv"))
 
 
-def check_room(policy: Any, critic: Any) -> None:
-    """Check that there is room for the weights, and for AdamW's two moments of each that is trained."""
+def check_room(policy: Any, critic: Any, *, saved: bool) -> None:
+    """Check that there is room for the weights, AdamW's two moments of each that is trained, and a save of all that."""
     weights = [*policy.parameters(), *(critic.parameters() if critic is not None else [])]
     trained = [weight for weight in weights if weight.requires_grad]
-    needed = tensor_bytes(weights) + 2 * tensor_bytes(trained)
-    require_space(CHECKPOINTS, needed, "the new checkpoint with AdamW's two moments of each trained weight")
+    needed = tensor_bytes(weights) + (2 + 3 * saved) * tensor_bytes(trained)
+    what = "the new checkpoint with AdamW's two moments of each trained weight"
+    require_space(CHECKPOINTS, needed, what + saved * ", kept a second time meanwhile (ppo_update.save_every),")
 
 
 def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def main() -> None:
     adapted = adapters(model, rm, seed) if rm.lora_rank else None
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)
-    require_space(OUT, tensor_bytes(model.parameters()), "the reward model")
+    check_room(model, rm, steps=rm.epochs * -(-len(data.rows) // rm.batch_size))
     saves = Saves(work / "saves", rm.save_every, processes)
     trained = fit(model, data.rows, held_out, rm, execution, saves, seed)
     if adapted is not None:
@@ -94,6 +94,19 @@ def main() -> None:
     publish(work / "model", OUT)
     metrics = ranking(held_out, found) | {"eval/raw_score_mean": mean, "eval/raw_score_std": std}
     write_json(METRICS, metrics | counts(data, held_out, trained))
+
+
+def check_room(model: Any, rm: TrainRmParams, *, steps: int) -> None:
+    """Check that there is room for the model and a save beside it, or for two saves, of which the first goes last.
+
+    A save has weights and AdamW's two moments of what is trained, and the weights of the best epoch of several.
+    """
+    weights = tensor_bytes(model.parameters())
+    save = (4 if rm.epochs > 1 else 3) * tensor_bytes(weight for weight in model.parameters() if weight.requires_grad)
+    if 0 < rm.save_every <= steps:
+        require_space(OUT, save + max(save, weights), "the reward model, or its training kept by train_rm.save_every,")
+    else:
+        require_space(OUT, weights, "the reward model")
 
 
 def adapters(model: Any, rm: TrainRmParams, seed: int) -> Any:
