@@ -11,7 +11,7 @@ export DVC_NO_ANALYTICS := 1
 export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup setup-dev demo test mutations parity lint format deps
+.PHONY: help setup setup-dev demo test mutations parity replay lint format deps
 
 help:
 	@echo "make demo    install, train a small model with PPO through dvc repro, show base against final"
@@ -21,6 +21,7 @@ help:
 	@echo "make mutations  break the maths line by line; a test must notice each"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  ruff format"
+	@echo "make replay ITER=2  run an iteration again in a temporary copy and compare every byte"
 	@echo "make deps    write the code files that each stage imports into dvc.yaml"
 	@echo "make setup   only install; ACCEL=gpu for NVIDIA GPUs"
 
@@ -44,6 +45,9 @@ parity: setup
 
 mutations: setup-dev
 	python -m tools.mutate
+
+replay: setup
+	rlhf replay "$(ITER)"
 
 lint: setup-dev
 	ruff check .

@@ -23,6 +23,7 @@ from rlhf_core.artifacts.shards import read_metadata
 from rlhf_core.config import BASE_ITERATION, ITERATION_SECTIONS, load_run
 from rlhf_core.errors import RlhfError
 from rlhf_core.presets import apply_preset, presets
+from rlhf_core.replay import STAGES, run_again
 from rlhf_core.report.doctor import diagnose
 from rlhf_core.report.filters import parse_filter
 from rlhf_core.report.inspect import (
@@ -47,9 +48,9 @@ from rlhf_core.report.terminal import (
     print_table,
     token_table,
 )
-from rlhf_core.report.text import printable
 from rlhf_core.report.verify import default_targets, resolve
 from rlhf_core.report.verify import verify as walk
+from rlhf_core.text import printable
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -235,6 +236,24 @@ def doctor() -> None:
         table.add_row(Text(check.status, style=style), Text(check.name), Text(printable(check.text, keep="\n")))
     console().print(table)
     raise typer.Exit(1 if any(check.status == "error" for check in checks) else 0)
+
+
+@app.command()
+def replay(
+    iteration: Annotated[str, typer.Argument(help="Iteration to run again, such as 2.")],
+    stages: Annotated[str, typer.Option(help="Only these, comma-separated.")] = ",".join(STAGES),
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest difference of floats; default 0, on a GPU 0.05.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the copy, and say where it is.")] = False,
+) -> None:
+    """Run an iteration again in a temporary copy and compare every byte; exit with 1 when a stage differs.
+
+    Each stage gets the recorded outs of the stages before it. Where bytes differ, the stage, the column and the largest
+    difference are shown.
+    """
+    same = run_again(Path("."), iteration, stages.split(","), tolerance=tolerance, keep=keep, tell=typer.echo)
+    raise typer.Exit(0 if same else 1)
 
 
 def append_iterations(root: Path, count: int, prev: str | None) -> list[str]:

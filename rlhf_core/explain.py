@@ -71,8 +71,9 @@ def _no_kind(key: str, item: Any) -> str:
 def _wrong_name_or_text(key: str, item: Any) -> str:
     if item["loc"][-1] == "[key]":
         return f"{key}: expected a name of 1 to 64 letters, digits and underscores; it names the column score_<name>"
-    form = {"function": "module:function, of a module in user_rewards", "auth_env": "the name of a variable"}
-    return f"{key} is {item['input']!r}: expected {form[str(item['loc'][-1])]}"
+    if item["loc"][-1] == "auth_env":  # whoever misread it wrote the token itself there
+        return f"{key}: expected the name of an environment variable; what is there instead is not shown"
+    return f"{key} is {item['input']!r}: expected module:function, of a module in user_rewards"
 
 
 # Where params.yaml has maps of reward sources.

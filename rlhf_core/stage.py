@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.disk import disk_error, writing
+from rlhf_core.environment import environment, environment_path
 from rlhf_core.errors import RlhfError
+from rlhf_core.text import printable
 
 logger = logging.getLogger("rlhf")
 
@@ -44,12 +46,9 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
         main: Does the work; reads its arguments by itself.
     """
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.ERROR if rank else logging.INFO,
-        format=f"%(asctime)s {name} %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Inert(f"%(asctime)s {name} %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.ERROR if rank else logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     die_with_parent()
     try:
@@ -58,6 +57,7 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
             return
         with exclusive(name):
             main()
+            write_json(environment_path(name), environment())
             for finished in work_root(name).glob("*/"):
                 shutil.rmtree(finished)  # partial work is for resuming; what is finished is published
     except (RlhfError, OSError) as raised:
@@ -67,8 +67,15 @@ def run_stage(name: str, main: Callable[[], None]) -> None:
         if rank:
             time.sleep(_GRACE)
         process = f"process {rank}: " if rank else ""
-        print(f"\n{process}{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"\n{process}{type(error).__name__}: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         sys.exit(1)
+
+
+class _Inert(logging.Formatter):
+    """Log lines that quote data (a response, a file name) and cannot steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
 
 
 def die_with_parent() -> None:

@@ -7,6 +7,7 @@ plain text. Loads no model and imports no torch.
 
 import re
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -100,8 +101,36 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> st
 
 def _plain_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Ids of a text in which no string is special."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def read(piece: str) -> list[int]:
+        return tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    ids = read(text)
+    marks = _turn_marks(tokenizer)
+    if not set(marks.values()) & set(ids):
+        return ids
+    # The tokenizer itself has no setting for these: cut each behind its first character, so that it is not one token.
+    cuts = [found.start() + 1 for found in re.finditer("|".join(map(re.escape, marks)), text)]
+    ids = [index for begin, end in pairwise([0, *cuts, len(text)]) for index in read(text[begin:end])]
+    if set(marks.values()) & set(ids) or tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+        raise DataError(
+            f"the text contains {', '.join(sorted(mark for mark in marks if mark in text))}, which the chat template"
+            " writes around turns and which this tokenizer cannot read as plain text; leave these rows out"
+        )
     return ids
+
+
+@lru_cache(maxsize=8)
+def _turn_marks(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """Added tokens that the chat template writes around a turn though the tokenizer does not call them special."""
+    plain = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if not token.special}
+    if tokenizer.chat_template is None or not plain:
+        return {}
+    try:
+        around = _render(tokenizer, [{"role": "user", "content": _TURN_MARK.format(0)}])
+    except DataError:
+        return {}
+    return {text: index for text, index in plain.items() if text in around}
 
 
 @lru_cache(maxsize=8)
@@ -109,6 +138,7 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[re.Pattern[st
     """A pattern for all special strings, longest first, and their ids."""
     ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     ids |= {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids |= _turn_marks(tokenizer)
     strings = sorted(ids, key=lambda text: (-len(text), text))
     # Without special tokens, a pattern that matches nothing.
     return re.compile("|".join(map(re.escape, strings)) or r"(?!)"), ids

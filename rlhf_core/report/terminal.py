@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlhf_core.report.metrics import Row
 from rlhf_core.report.plots import number
-from rlhf_core.report.text import printable
+from rlhf_core.text import printable
 
 # Shown in this order under a record's heading, one block each.
 _BLOCKS = ("prompt", "response", "responses")
@@ -93,7 +93,7 @@ def token_table(
         table.add_column(name, justify="right")
     table.add_column("token")
     for name in columns:
-        table.add_column(TOKEN_COLUMNS.get(name, name), justify="right")
+        table.add_column(Text(TOKEN_COLUMNS.get(name, printable(name))), justify="right")
     for position, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         numbers = (f"{values[position]:.4f}" for values in columns.values())
         table.add_row(str(position), str(token_id), Text(printable(text)), *numbers)
@@ -128,7 +128,7 @@ def iteration_table(rows: Mapping[str, Row], metric: str) -> Table:
 
 def _short(name: str, value: Any) -> str:
     text = _value(value)
-    return text if name.endswith("_id") else f"{name} {text}"
+    return text if name.endswith("_id") else f"{printable(name)} {text}"
 
 
 def _value(value: Any) -> str:

@@ -7,6 +7,7 @@ The tests are steps of one story in one copy of the project: each starts where t
 import hashlib
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_first_run_runs_every_stage_once(first: tuple[Repro, dict[str, str]], pr
 
 def test_status_is_clean_after_it(first: tuple[Repro, dict[str, str]], project: Path) -> None:
     assert "up to date" in run(project, "dvc", "status").stdout
+
+
+def test_a_replay_of_the_iteration_gives_the_same_bytes(first: tuple[Repro, dict[str, str]], project: Path) -> None:
+    before = hashes(project, "data")
+    stages = "rollout,score,advantages,ppo_update"  # evaluate samples as rollout does
+    told = run(project, sys.executable, "-m", "rlhf_core.cli", "replay", "1", "--stages", stages).stdout
+    assert told.count("the same bytes") == 4
+    assert "environment" not in told  # recorded by the first run, and still the same
+    assert hashes(project, "data") == before
 
 
 def test_second_run_runs_nothing(first: tuple[Repro, dict[str, str]], project: Path) -> None:

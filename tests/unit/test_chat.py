@@ -131,6 +131,40 @@ def test_special_string_is_found(tokenizer):
     assert special_string(tokenizer, user("<eo s>")) is None
 
 
+def not_special(*texts: str):
+    """A tokenizer whose template writes added tokens around turns that are not flagged special, as some models do."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|im_start|>", "<|turn|>")
+    return tokenizer
+
+
+def test_a_turn_s_mark_that_is_not_flagged_special_is_plain_text_of_a_user():
+    tokenizer = not_special("<|turn|>", "<tool>")
+    mark, tool = 266, 267
+    assert escaped(tokenizer, user("ab"))[1].count(mark) == 2
+    text, found = escaped(tokenizer, user("<|turn|>system"))
+    assert found == [mark if index == 3 else index for index in chat(("user", ids("<|turn|>system")))]
+    assert "<|turn|>system" in text
+    assert response_ids(tokenizer, "ab<|turn|>ab<|turn|>", eos_id=2) == [
+        261,
+        *ids("<|turn|>"),
+        261,
+        *ids("<|turn|>"),
+        2,
+    ]
+    assert special_string(tokenizer, "<|turn|>") == "<|turn|>" and special_string(tokenizer, "<tool>") is None
+    assert response_ids(tokenizer, "<tool>", eos_id=2) == [tool, 2]  # what models answer with, stays what it is
+
+
+def test_a_turn_s_mark_that_cannot_be_read_as_text_is_refused():
+    # Of one character: there is nothing to cut.
+    tokenizer = not_special("@")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|im_start|>", "@")
+    with pytest.raises(DataError, match="contains @, which the chat template writes around turns"):
+        escaped(tokenizer, user("a@b"))
+
+
 def test_template_that_trims():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("m['content']", "m['content'] | trim")

@@ -13,7 +13,7 @@ from rlhf_core.config import load_run
 from rlhf_core.report.html import comparisons, plain_prompts, render
 from rlhf_core.report.metrics import read_history
 from rlhf_core.report.plots import Point, Series, axis_ticks, line_chart, number, path_chart, sparkline, tick_labels
-from rlhf_core.report.text import printable
+from rlhf_core.text import printable
 from tests.fake_run import NASTY, build
 
 

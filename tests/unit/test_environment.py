@@ -1,0 +1,46 @@
+"""What a stage ran on: recorded, compared, secret of nothing, and in no artifact."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.environment import differences, environment, environment_path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_names_packages_processor_and_threads_and_no_other_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = environment()
+    assert found["threads"]["OMP_NUM_THREADS"] == "3" and "secret" not in json.dumps(found)
+    assert {"torch", "transformers", "pyarrow"} <= set(found["packages"])
+    assert found["cores"] == len(os.sched_getaffinity(0)) and found["processor"]["model"]
+    assert environment() == found
+
+
+def test_the_lock_is_that_of_the_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert environment()["lock"] is None
+    (tmp_path / ".setup.json").write_text('{"accel": "gpu", "main": "a1"}')
+    assert environment()["lock"] == {"accel": "gpu", "sha256": "a1"}
+
+
+def test_differences_are_lines() -> None:
+    before = {"python": "3.11.1", "packages": {"torch": "2.1"}, "cores": 2}
+    now = {"python": "3.11.1", "packages": {"torch": "2.2", "vllm": "1"}, "cores": 2}
+    assert differences(before, now) == ['packages.torch was "2.1", is "2.2"', 'packages.vllm was null, is "1"']
+    assert differences(before, before) == []
+
+
+def test_a_stage_records_what_it_ran_on_outside_of_its_outs(tmp_path: Path) -> None:
+    code = 'from rlhf_core.stage import run_stage; run_stage("score@2", lambda: None)'
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True)
+    path = tmp_path / environment_path("score@2")
+    assert json.loads(path.read_text())["platform"].startswith("Linux")
+    assert {file for file in tmp_path.rglob("*") if file.is_file()} == {path, tmp_path / ".work/score-2/lock"}
+    assert ".work/" in (ROOT / ".gitignore").read_text().splitlines()
