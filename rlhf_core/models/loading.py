@@ -181,9 +181,14 @@ def check_weights(directory: Path) -> None:
     """Check that a model's weights are safetensors in its own directory, before anything reads them.
 
     Raises:
-        ModelError: If there are only pickles, which can run code when they are loaded, or the index of the shards names
-            another kind of file, or one somewhere else.
+        ModelError: If there are only pickles, which can run code when they are loaded; if the index of the shards names
+            another kind of file, or one somewhere else; or if it is an adapter, which names its base model, anywhere.
     """
+    if (directory / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{directory}: holds an adapter (adapter_config.json), not a whole model; merge it into its base model"
+            " (merge_and_unload of peft) and save that"
+        )
     index = directory / "model.safetensors.index.json"
     named = set(read_json(index)["weight_map"].values()) if index.is_file() else set()
     for name in sorted(map(str, named)):

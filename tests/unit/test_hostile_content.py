@@ -230,6 +230,12 @@ def test_an_index_that_names_a_pickle_or_a_file_elsewhere_is_refused(model: Path
     assert not (tmp_path / "MARK").exists()
 
 
+def test_an_adapter_that_names_a_base_model_elsewhere_is_refused(model: Path) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "/etc", "task_type": "CAUSAL_LM"}
+    (model / "adapter_config.json").write_text(json.dumps(adapter))
+    refused(model, r"holds an adapter \(adapter_config\.json\), not a whole model; merge it")
+
+
 def test_code_of_a_model_is_not_run_and_nobody_is_asked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
