@@ -5,7 +5,7 @@ import ast
 from tests.meta.project import ROOT, python_files
 
 # Where a generator may be seeded globally, because the library that samples or initialises has no other way.
-GLOBAL = {"rlhf_core/models/loading.py", "rlhf_core/sampling/engine.py"}
+GLOBAL = {"rlhf_core/models/loading.py", "rlhf_core/sampling/engine.py", "rlhf_core/training/lora.py"}
 # torch functions that draw from the global generator unless told otherwise.
 DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
 
