@@ -23,7 +23,7 @@ from rlhf_core.report.html import render
 from rlhf_core.report.metrics import read_history
 from tests import fake_run
 from tests.browser import opened
-from tests.unit.test_cli import rlhf
+from tests.command import rlhf
 from tests.unit.test_html import Page
 
 ROOT = Path(__file__).parents[2]
