@@ -64,7 +64,7 @@ def run_again(
         Whether all stages repeated themselves, within the tolerance.
 
     Raises:
-        RlhfError: As replay; also when parameters, code or inputs are no longer those of the recorded run.
+        RlhfError: As check and replay; also when parameters, code or inputs are no longer those of the recorded run.
     """
     check(root, iteration, stages)
     if stale := changed_since(root, iteration, stages):
@@ -98,9 +98,8 @@ def replay(
         report: Told of every stage as soon as it is compared.
 
     Raises:
-        RlhfError: If there is no such iteration or stage, a stage has not run, or it fails now.
+        RlhfError: If a stage fails.
     """
-    check(root, iteration, stages)
     prev = load_run(root).iterations[iteration].prev
     recorded = {stage: stage_outs(root, stage, iteration) for stage in stages}
     mirror(root, copy, [path for paths in recorded.values() for path in paths])
@@ -164,9 +163,11 @@ def run(stage: str, iteration: str, prev: str, copy: Path) -> None:
     Raises:
         RlhfError: If it fails; what it said is on the terminal.
     """
-    command = [sys.executable, "-m", f"stages.{stage}", iteration, *([] if stage == "evaluate" else [prev])]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    if code := subprocess.run(command, cwd=copy, env=environment, check=False).returncode:
+    command = read_yaml(copy / "dvc.yaml")["stages"][stage]["do"]["cmd"]
+    command = command.replace("${key}", iteration).replace("${item.prev}", prev)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PATH": path}
+    if code := subprocess.run(command, cwd=copy, env=environment, shell=True, check=False).returncode:
         raise RlhfError(f"{stage}@{iteration} ended with exit code {code} when it was replayed, in {copy}")
 
 

@@ -4,7 +4,6 @@ Mutations that must fail here: torch.load for a checkpoint's tensors; an id in a
 """
 
 import os
-import pickle
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,9 +13,10 @@ from rlhf_core.artifacts.schema import ROLLOUTS
 from rlhf_core.artifacts.shards import read_metadata, read_shard, read_table, shard_paths, write_shard
 from rlhf_core.errors import ModelError, RewardError
 from stages import advantages, ppo_update, score
+from tests.bomb import bomb
 from tests.stub_server import serve
 from tests.tiny_run import POLICY, set_rewards, stage
-from tests.unit.test_hostile_content import STEERS, Bomb
+from tests.unit.test_hostile_content import STEERS
 
 SECRET = "hf_SECRETsecretSECRETsecret0123456789"
 ROLLOUTS_1 = Path("data/rollouts/iteration=1")
@@ -58,8 +58,10 @@ def test_a_pickle_in_place_of_our_own_state_is_refused_and_not_run(project, monk
     set_rewards(rule={"kind": "regex", "pattern": "a", "match": "search"})
     for module in before:
         stage(module, monkeypatch, "1", "0")
-    (POLICY.parent / file).write_bytes(pickle.dumps(Bomb(project / "MARK")))
-    with pytest.raises(ModelError, match=f"{file}: expected a safetensors file"):
+    path = POLICY.parent / file
+    path.write_bytes(bomb(project / "MARK"))
+    path.with_name("lineage.json").unlink()  # whoever swaps a file can forge what is recorded of it
+    with pytest.raises(ModelError, match=f"{file}: "):
         stage(reader, monkeypatch, "1", "0")
     assert not (project / "MARK").exists()
 

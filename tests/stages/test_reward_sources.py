@@ -7,7 +7,6 @@ models instead of before; finished shards scored again; the trained reward model
 """
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rlhf_core.errors import ConfigError, DataError, ModelError, RewardError
 from rlhf_core.reward.passes import Passes
 from rlhf_core.reward.sandbox import missing_layers
 from stages import score
+from tests.bomb import bomb
 from tests.stub_server import by_length, serve
 from tests.tiny_run import set_rewards, stage
 
@@ -155,21 +155,11 @@ def test_a_reward_model_in_a_pickle_is_refused_and_not_run(project, monkeypatch)
     shutil.copytree("data/checkpoints/reward_model", other)
     for path in other.glob("*.safetensors*"):
         path.unlink()
-    (other / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    (other / "pytorch_model.bin").write_bytes(bomb(marker))
     set_rewards(a={**TRAINED, "path": str(other)})
     with pytest.raises(ModelError, match="models/other"):
         stage(score, monkeypatch, "1", "0")
     assert not marker.exists()
-
-
-class Bomb:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return (Path.touch, (self.marker,))
 
 
 # --- functions ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Optimiser state on disk: numbers and tensors, never objects that run code when they are read."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,7 @@ import torch
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import OptimizerState, load_optimizer, save_optimizer
-
-
-class Bomb:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return (Path.touch, (self.marker,))
+from tests.bomb import bomb
 
 
 def test_a_pickle_in_the_place_of_any_file_of_the_state_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -28,7 +18,7 @@ def test_a_pickle_in_the_place_of_any_file_of_the_state_is_refused_and_not_run(t
     assert len(files) == 2 and load_optimizer(tmp_path / "state").episode == 7
     for path in files:
         content = path.read_bytes()
-        path.write_bytes(pickle.dumps(Bomb(marker)))
+        path.write_bytes(bomb(marker))
         with pytest.raises(ModelError, match=path.name):
             load_optimizer(tmp_path / "state")
         path.write_bytes(content)

@@ -7,7 +7,6 @@ model's shards believed.
 
 import json
 import logging
-import pickle
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.report.html import render
 from rlhf_core.report.metrics import read_history
 from tests import fake_run
+from tests.bomb import bomb
 from tests.browser import opened
 from tests.command import rlhf
 from tests.unit.test_html import Page
@@ -175,16 +175,6 @@ def test_no_script_of_the_data_runs_in_a_browser(hostile_page: str, tmp_path: Pa
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-class Bomb:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> object:
-        return (Path.touch, (self.marker,))
-
-
 @pytest.fixture
 def model(tmp_path: Path, tiny_dir: Path) -> Path:
     return shutil.copytree(tiny_dir, tmp_path / "model")
@@ -214,7 +204,7 @@ def refused(directory: Path, words: str) -> None:
 
 def test_pickled_weights_are_refused_by_every_loader_and_never_run(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "MARK")))
+    (model / "pytorch_model.bin").write_bytes(bomb(tmp_path / "MARK"))
     refused(model, r"pickled weights \(pytorch_model\.bin\) are refused, because they can run code")
     assert not (tmp_path / "MARK").exists()
 
@@ -223,7 +213,7 @@ def test_pickled_weights_are_refused_by_every_loader_and_never_run(model: Path, 
 def test_an_index_that_names_a_pickle_or_a_file_elsewhere_is_refused(model: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(model, tmp_path / "other")
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model-1.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "MARK")))
+    (model / "pytorch_model-1.bin").write_bytes(bomb(tmp_path / "MARK"))
     index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(model, r"index\.json: names .*; expected safetensors files beside it")

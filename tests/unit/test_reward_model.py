@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import math
-import os
-import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.loading import fetch_base_model, load_causal_lm, load_classifier, new_classifier, save_like
+from rlhf_core.models.loading import fetch_base_model, load_classifier, new_classifier, save_like
 from rlhf_core.training.comparisons import Ranked, all_pairs, whole_lists
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.optimizer import adamw, trainable
@@ -236,31 +234,6 @@ def test_frozen_layers_of_an_encoder_include_its_positions(tmp_path):
     names = {name for name, _ in trainable(model, "rm")}
     assert not any("embeddings" in name or ".layer.0." in name for name in names)
     assert any(".layer.1." in name for name in names)
-
-
-class Bomb:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def test_pickled_weights_are_refused_and_not_run(tiny_dir, tmp_path):
-    marker = tmp_path / "MARK"
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for path in tiny_dir.iterdir():
-        if path.suffix != ".safetensors":
-            (directory / path.name).write_bytes(path.read_bytes())
-    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
-    with pytest.raises(ModelError):
-        load_classifier(directory, device=CPU, precision="float32")
-    with pytest.raises(ModelError):
-        load_causal_lm(directory, device=CPU, precision="float32")
-    with pytest.raises(ModelError, match="pickled weights"):
-        fetch_base_model(str(directory), revision=None, trust_remote_code=False)
-    assert not marker.exists()
 
 
 def test_base_model_errors_say_what_to_do(tiny_dir, tmp_path):
