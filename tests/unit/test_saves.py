@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.training import saves as module
 from rlhf_core.training.distributed import ALONE, Processes
 from rlhf_core.training.saves import Saves
+from tests.bomb import bomb
 
 
 def saves(directory: Path, processes: Processes = ALONE) -> Saves:
@@ -64,6 +66,17 @@ def test_a_damaged_save_is_named_and_the_one_before_it_is_used(tmp_path, caplog,
     assert facts == {"done": 2} and found["step/a"] == pytest.approx(0.1)
     assert "00000004 cannot be read and is not used" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
+
+
+def test_a_pickle_in_the_place_of_a_save_is_not_run(tmp_path):
+    kept = saves(tmp_path / "saves")
+    kept.write(2, tensors(0.1), {"done": 2})
+    state, facts = (tmp_path / "saves/00000002" / name for name in ("tensors.safetensors", "facts.json"))
+    before = hash_path(state)
+    state.write_bytes(bomb(tmp_path / "MARK"))
+    facts.write_text(facts.read_text().replace(before, hash_path(state)))  # forged, so that nothing else refuses it
+    assert kept.newest() is None
+    assert not (tmp_path / "MARK").exists()
 
 
 def test_a_half_written_save_is_removed(tmp_path):
