@@ -443,11 +443,21 @@ def read_yaml(path: Path) -> Any:
         ConfigError: If the file is missing or is not YAML; the message has the line and column.
     """
     try:
-        return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        return YAML(typ="safe").load(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the project's root") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        found = f"byte 0x{error.object[error.start]:02x} in line {line}"
+        raise ConfigError(f"{path}: expected UTF-8, found {found}; save the file as UTF-8") from None
+    except YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply to be read") from None
+    except (ValueError, LookupError) as error:  # from ruamel, for what looks like a date or a number and is none
+        raise ConfigError(
+            f"{path}: not valid YAML: {error}; put text that looks like a date or a number in quotes"
+        ) from None
 
 
 def load_run(root: str | Path = ".") -> Run:

@@ -8,7 +8,7 @@ plain text. Loads no model and imports no torch.
 import re
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -18,6 +18,17 @@ from rlhf_core.ingest.fields import Content, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A template is a program of the model's, with a program's faults.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 _TURN_MARK = "\ue000{}\ue001"  # private-use characters, which no template contains
 
 
@@ -41,7 +52,7 @@ def prompt_ids(
 
     Raises:
         DataError: If there is no chat template for turns, the turns do not end in a user turn, the template refuses
-            them or changes content that has to be escaped, or special strings are not to be escaped.
+            them or changes content that has to be escaped, special strings are not to be escaped, or no token is left.
     """
     found = special_string(tokenizer, content)
     if found is not None and special_tokens_in_text != "escape":
@@ -51,7 +62,7 @@ def prompt_ids(
     if isinstance(content, str):
         begin = tokenizer("a")["input_ids"][:1]
         begin = begin if begin == [tokenizer.bos_token_id] else []
-        return content, begin + _plain_ids(tokenizer, content)
+        return content, _some(begin + _plain_ids(tokenizer, content))
     if content[-1]["role"] != "user":
         raise DataError(
             f"the conversation ends in a turn of the {content[-1]['role']}; a prompt ends in a user turn: cut it there"
@@ -63,7 +74,13 @@ def prompt_ids(
         ids = _escaped_ids(tokenizer, content, rendered)
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         raise DataError(f"the chat template begins with {tokenizer.bos_token!r} twice; repair it: a prompt has one BOS")
-    return rendered, ids
+    return rendered, _some(ids)
+
+
+def _some(ids: list[int]) -> list[int]:
+    if not ids:
+        raise DataError("the prompt has no tokens: the chat template, or the tokenizer, leaves nothing of it")
+    return ids
 
 
 def response_ids(tokenizer: "PreTrainedTokenizerBase", text: str, *, eos_id: int) -> list[int]:
@@ -81,9 +98,29 @@ def special_string(tokenizer: "PreTrainedTokenizerBase", content: Content) -> st
     """Return the first special token that the content spells out, or None."""
     pattern = _special_tokens(tokenizer)[0]
     for text in [content] if isinstance(content, str) else [turn["content"] for turn in content]:
-        if match := pattern.search(text):
+        if match := pattern.search(text) or _normalised_match(tokenizer, text):
             return match.group()
     return None
+
+
+def _normalised_match(tokenizer: "PreTrainedTokenizerBase", text: str) -> re.Match[str] | None:
+    """The first special token that the text spells out when it is normalised, as <|IM_END|> in lower case.
+
+    A tokenizer searches normalised text for those of its tokens that say so.
+    """
+    normaliser, pattern = _normalised_tokens(tokenizer)
+    return None if normaliser is None else pattern.search(normaliser.normalize_str(text))
+
+
+@lru_cache(maxsize=8)
+def _normalised_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[Any, re.Pattern[str]]:
+    """The tokenizer's normaliser, and a pattern for normalised special strings; None where that finds nothing new."""
+    normaliser = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    special = set(_special_tokens(tokenizer)[1].values())
+    found = [token for index, token in tokenizer.added_tokens_decoder.items() if index in special and token.normalized]
+    strings = {normaliser.normalize_str(str(token)) for token in found} - {""} if normaliser is not None else set()
+    longest_first = sorted(strings, key=lambda text: (-len(text), text))
+    return (normaliser if strings else None), re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> str:
@@ -94,9 +131,11 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> st
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError, ValueError) as error:
+    except _TEMPLATE_ERRORS as error:
         roles = ", ".join(turn["role"] for turn in messages)
-        raise DataError(f"the chat template does not take the turns {roles}: {error}") from None
+        raise DataError(
+            f"the chat template does not take the turns {roles}: {str(error) or type(error).__name__}"
+        ) from None
 
 
 def _plain_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
@@ -152,7 +191,7 @@ def _escaped_ids(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], 
     """
     pieces = _locate(tokenizer, messages, rendered)
     pattern, special = _special_tokens(tokenizer)
-    harmless = [(pattern.sub("x", text) if inside else text, inside) for text, inside in pieces]
+    harmless = [(_harmless(tokenizer, text) if inside else text, inside) for text, inside in pieces]
     ordinary = tokenizer("".join(text for text, _ in harmless), add_special_tokens=False)["input_ids"]
     ids = _ids_of_pieces(tokenizer, pieces)
     # The id for unknown text is special too, but plain text may hold it.
@@ -164,6 +203,12 @@ def _escaped_ids(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], 
             " escaped exactly; set ingest.special_tokens_in_text to drop or error"
         )
     return ids
+
+
+def _harmless(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """The text without its special strings; nothing of it where only its normalised form has one."""
+    text = _special_tokens(tokenizer)[0].sub("x", text)
+    return "x" if _normalised_match(tokenizer, text) else text
 
 
 def _locate(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], rendered: str) -> list[tuple[str, bool]]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 from rlhf_core.errors import DataError
@@ -47,8 +48,13 @@ def turns(value: Any, where: str, key: str) -> list[Message]:
     for index, turn in enumerate(value):
         place = f"{key}[{index}]"
         if not isinstance(turn, dict) or turn.get("role") is None or turn.get("content") is None:
-            raise DataError(f'{where}: {place}: expected {{"role": ..., "content": text}}, found {_describe(turn)}')
-        extra = [name for name, item in turn.items() if name not in ("role", "content") and item is not None]
+            empty = [name for name, item in turn.items() if item is None] if isinstance(turn, dict) else []
+            null = f", of which {', '.join(empty)} is null" if empty else ""
+            raise DataError(
+                f'{where}: {place}: expected {{"role": ..., "content": text}}, found {_describe(turn)}{null}'
+            )
+        # Data sets of one schema for all fill what a turn does not have with an empty list or text.
+        extra = [name for name, item in turn.items() if name not in ("role", "content") and item not in (None, [], "")]
         if extra:
             raise DataError(f"{where}: {place}: only role and content are read, found also {', '.join(extra)}")
         if turn["role"] not in ROLES:
@@ -98,6 +104,7 @@ def margin(row: Row) -> float | None:
     value = row.values.get("margin")
     if value is None:
         return None
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{row.where}: margin: expected a number, found {_describe(value)}")
     # Refuses NaN as well: no comparison with it is true.
@@ -115,6 +122,7 @@ def agreement(row: Row) -> float | None:
     value = row.values.get("agreement")
     if value is None:
         return None
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{row.where}: agreement: expected a number, found {_describe(value)}")
     if not 0.5 <= value <= 1:
@@ -134,10 +142,24 @@ def ground_truth(row: Row, key: str) -> str | None:
     if value is None:
         return None
     try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, default=_encodable)
     except (TypeError, ValueError) as error:
         raise DataError(f"{row.where}: {key}: expected a JSON value: {error}") from None
     return text(written, row.where, key)
+
+
+def _plain(value: Any) -> Any:
+    """A Parquet decimal as a number: an integer where it has no places, which float would round; else as it is."""
+    if not isinstance(value, Decimal):
+        return value
+    return int(value) if value.as_tuple().exponent == 0 else float(value)
+
+
+def _encodable(value: Any) -> Any:
+    """What json.dumps writes for a value that JSON does not have."""
+    if isinstance(value, Decimal):
+        return _plain(value)
+    raise DataError(f"a {type(value).__name__} has no form in JSON; write it as text or as a number")
 
 
 def _describe(value: Any) -> str:

@@ -29,6 +29,17 @@ SPLITS = {"train": "train", "eval": "eval", "test": "eval", "validation": "eval"
 _SPLIT_NAME = re.compile(rf"(?P<name>{'|'.join(SPLITS)})[.-]")
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@\s]+))?(?::(?P<split>\S+))?")
 _BOM = b"\xef\xbb\xbf"
+# How other kinds of files begin.
+_FOREIGN = {
+    b"\x1f\x8b": "a gzip file: end its name in .gz",
+    b"\x28\xb5\x2f\xfd": "a zstd file: unpack it, or pack it with gzip",
+    b"BZh": "a bzip2 file: unpack it, or pack it with gzip",
+    b"\xfd7zXZ": "an xz file: unpack it, or pack it with gzip",
+    b"PK\x03\x04": "a zip file: unpack it",
+    b"PAR1": "a Parquet file: end its name in .parquet",
+    b"\xff\xfe": "UTF-16: save the file as UTF-8",
+    b"\xfe\xff": "UTF-16: save the file as UTF-8",
+}
 _AROUND = 30  # characters shown on each side of a syntax error
 _BATCH_ROWS = 1024
 
@@ -164,11 +175,25 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             if len(set(names)) != len(names):
                 raise DataError(f"{path}: expected different column names, found {', '.join(names)}")
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                for values in batch.to_pylist():
+                columns = [_column(batch, name, path, number) for name in names]
+                for index in range(batch.num_rows):
+                    values = {name: column[index] for name, column in zip(names, columns, strict=True)}
                     yield _row(values, f"{path} row {number}", path)
                     number += 1
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not readable as Parquet at or after row {number}: {error}") from None
+
+
+def _column(batch: pa.RecordBatch, name: str, path: Path, number: int) -> list[Any]:
+    """The values of one column of a batch that begins at row `number`."""
+    try:
+        values: list[Any] = batch.column(name).to_pylist()
+    except (OverflowError, ValueError, pa.ArrowException) as error:  # a date beyond Python's, an unknown time zone
+        raise DataError(
+            f"{path}: the column {name} (Parquet {batch.column(name).type}) cannot be read at or after row {number}:"
+            f" {_first_line(error)}; write it in another type, or leave it out of the file"
+        ) from None
+    return values
 
 
 def _hub_rows(source: str) -> Iterator[Row]:
@@ -210,8 +235,8 @@ def _row(values: Any, where: str, source: str | Path) -> Row:
 def _decode(line: bytes, path: Path, number: int) -> str:
     """A line of bytes as text, without its end and, on the first line, without a byte order mark."""
     if number == 1:
-        if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise DataError(f"{path}: expected UTF-8, found UTF-16; save the file as UTF-8")
+        if foreign := next((kind for begin, kind in _FOREIGN.items() if line.startswith(begin)), None):
+            raise DataError(f"{path}: expected JSON in UTF-8, found {foreign}")
         line = line.removeprefix(_BOM)
     try:
         return line.decode("utf-8").rstrip("\r\n")

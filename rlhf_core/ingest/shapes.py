@@ -23,6 +23,8 @@ PAIR_SHAPES = (
     ' {"prompt", "responses": [texts], "ranks": [integers]}'
 )
 
+# What data sets call a prompt that is not called prompt: the common beginning of two answers would be taken for it.
+_OTHER_PROMPTS = ("question", "instruction", "query", "input", "messages", "conversation", "conversations", "history")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _MARKER = re.compile(r"\n\n(Human|Assistant):")
 
@@ -224,6 +226,11 @@ def _text_pair(row: Row) -> tuple[Content, str, str] | str:
         if not _is_transcript(text):
             return text, chosen, rejected
         return _transcript_pair(text, chosen, rejected)
+    if other := [key for key in _OTHER_PROMPTS if key in values]:
+        raise DataError(
+            f"{where}: expected the prompt under the key prompt, or at the beginning of chosen and rejected; found also"
+            f" {', '.join(other)}: rename that to prompt, or leave it out"
+        )
     if not chosen.strip() or not rejected.strip():
         return "empty_response"
     if chosen == rejected:
@@ -249,7 +256,11 @@ def _turn_pair(row: Row) -> tuple[Content, str, str] | str:
     prompt = values.get("prompt")
     if isinstance(prompt, list):
         before = fields.turns(prompt, where, "prompt")
-        chosen, rejected = before + chosen, before + rejected
+        whole = [turns[: len(before)] == before for turns in (chosen, rejected)]
+        if any(whole) and not all(whole):
+            raise DataError(f"{where}: one of chosen and rejected begins with the prompt, the other does not")
+        if not all(whole):
+            chosen, rejected = before + chosen, before + rejected
     elif prompt is not None and len(chosen) == len(rejected) == 1:
         before = [{"role": "user", "content": fields.text(prompt, where, "prompt")}]
         chosen, rejected = before + chosen, before + rejected

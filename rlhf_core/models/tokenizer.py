@@ -68,9 +68,15 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text; as the vocabulary writes it where it is part of a character or decodes to nothing."""
+    """Return a token's text; as the vocabulary writes it where it is part of a character or decodes to nothing.
+
+    An id that the tokenizer lacks (a model's vocabulary may be padded) is given as a number.
+    """
     text = str(tokenizer.decode([token_id], skip_special_tokens=False))
-    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token_id))
+    if text and "\ufffd" not in text:
+        return text
+    written = tokenizer.convert_ids_to_tokens(token_id)
+    return f"[id {token_id}]" if written is None else str(written)
 
 
 def eos_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -162,14 +162,15 @@ def token_columns(available: Sequence[str]) -> list[str]:
 def token_texts(directory: Path, ids: Sequence[int]) -> list[str]:
     """Return the text of each token by itself.
 
-    A token that is part of a character, or that decodes to nothing, is given as the vocabulary writes it.
+    A token that is part of a character, or that decodes to nothing, is given as the vocabulary writes it, and an id
+    that it lacks (a model's vocabulary may be padded) as a number.
 
     Args:
         directory: A model directory with tokenizer.json.
         ids: Token ids.
 
     Raises:
-        ModelError: If there is no tokenizer.json, or an id is not in it.
+        ModelError: If there is no tokenizer.json.
     """
     from tokenizers import Tokenizer  # only --tokens needs it
 
@@ -181,7 +182,8 @@ def token_texts(directory: Path, ids: Sequence[int]) -> list[str]:
     for token_id in ids:
         token = tokenizer.id_to_token(token_id)
         if token is None:
-            raise ModelError(f"{file}: has no token {token_id}; these ids are of another tokenizer")
+            texts.append(f"[id {token_id}]")
+            continue
         # "▁" marks a leading space, which decoding a single token would lose.
         text = (
             token.replace("▁", " ")

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rlhf_core.artifacts.checks import list_lengths
 from rlhf_core.artifacts.schema import outcome_column, score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
 from rlhf_core.disk import writing
-from rlhf_core.errors import AnswerError, ModelError, NumericError, RewardError
+from rlhf_core.errors import AnswerError, NumericError, RewardError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.models.memory import TokenBudget
-from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs
+from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs, within_bounds
 from rlhf_core.reward.rows import DROP_HINT, Row, checked_scores, row_dictionaries
 from rlhf_core.stage import write_json
 
@@ -104,25 +103,19 @@ class Passes:
                 to work/bootstrap_value/<shard>.npy.
 
         Raises:
-            ModelError: If a row is longer than the critic has positions for.
+            ModelError: If the critic has no embedding or position for what is in a row.
         """
         if self._done("values"):
             return
         device = torch_device(self.device)
         model = load_critic(critic, policy=None, device=device, precision=self.precision)
         assert model is not None and model.backbone is not None
-        positions = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
-        longest = max((int(self._lengths(path).max(initial=0)) for path in self.shards.values()), default=0)
-        if positions is not None and longest > positions:
-            raise ModelError(
-                f"{critic}: has {positions} positions, but a row has {longest} tokens; give critic.init a model with"
-                " more, or lower sampling.max_model_len"
-            )
 
         def compute(batch: Batch) -> list[Tensor]:
             return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
 
-        for shard, rows in self._run("values", compute, device, policy_ids, pad_id=self.pad_id):
+        read = within_bounds(policy_ids, model.backbone, critic)
+        for shard, rows in self._run("values", compute, device, read, pad_id=self.pad_id):
             self._save_values(shard, rows)
 
     def full_kl(self, policy: Path, reference: Path) -> None:
@@ -230,12 +223,6 @@ class Passes:
         if not (self.work / name / f"{shard}.npy").is_file():
             return False
         return self.nonfinite_scores == "drop" or bool(np.isfinite(self.result(name, shard)).all())
-
-    @staticmethod
-    def _lengths(path: Path) -> np.ndarray:
-        """Tokens of each row of a shard, [B], prompt included."""
-        table = read_shard(path, ["prompt_ids", "response_ids"])
-        return list_lengths(table["prompt_ids"]) + list_lengths(table["response_ids"])
 
     def _save_values(self, shard: str, rows: list[Tensor]) -> None:
         """Write a shard's values and bootstrap values, of rows [T + 1]; values last: they tell that it is done."""

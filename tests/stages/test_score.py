@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_table, shard_paths
 from rlhf_core.config import load_run
-from rlhf_core.errors import DataError, NumericError, StaleInput
+from rlhf_core.errors import DataError, ModelError, NumericError, StaleInput
 from rlhf_core.reward.passes import Passes
-from stages import score
+from stages import init_critic, score
+from tests.tiny import tiny_model
 from tests.tiny_run import POLICY, PROMPT, RESPONSES, change, policy_logprobs, stage, write_policy, write_rollouts
 
 REPLAY = Path("data/scores/iteration=2")
@@ -219,3 +220,22 @@ def test_the_gate_names_the_worst_responses_and_leaves_nothing_published(project
     assert not any(Path(f"data/{name}").exists() for name in ("scores", "mismatch", "metrics/score"))
     kept = Path(text.split("more in ")[1].split(". Likely")[0])
     assert json.loads(kept.read_text())["worst_tokens"][0]["sample_id"] == "1-p0-1"
+
+
+def test_ids_beyond_a_reward_models_or_a_critics_embedding_are_refused_by_name(project, monkeypatch):
+    """The policy's vocabulary is padded from 266 to 300 and samples 280; reward model and critic have 266 rows."""
+    for path in [*(POLICY / "0").glob("*.safetensors"), POLICY / "0/lineage.json"]:
+        path.unlink()
+    tiny_model(0, vocab_size=300).save_pretrained(POLICY / "0")
+    monkeypatch.setattr("tests.tiny_run.RESPONSES", [[280, 2], [82], [], [86, 4], [87], [92]])
+    for path in Path("data/rollouts/iteration=1").iterdir():
+        path.unlink()
+    write_rollouts()
+    words = r"{}: has 266 embedding rows, but data/rollouts/iteration=1/part-00000.parquet holds the token id 280"
+    with pytest.raises(ModelError, match=words.format("data/checkpoints/reward_model")):
+        stage(score, monkeypatch, "1", "0")
+    change("critic", kind="separate", init="data/checkpoints/reward_model")
+    shutil.rmtree("data/checkpoints/critic/0")
+    init_critic.main()
+    with pytest.raises(ModelError, match=words.format("data/checkpoints/critic/0")):
+        stage(score, monkeypatch, "1", "0")

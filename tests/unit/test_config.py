@@ -371,6 +371,30 @@ def test_broken_yaml_says_where(tmp_path: Path, broken: str) -> None:
         read_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("2024-02-30", "day is out of range for month; put text that looks like a date"),  # meant as a revision
+        ("!!float x", "could not convert string to float: 'x'"),
+        ('!!int ""', "put text that looks like a date or a number in quotes"),
+        ("!!bool maybe", "'maybe'"),
+        ("1" * 5000, "Exceeds the limit"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+    ],
+)
+def test_value_that_the_yaml_reader_itself_breaks_on(tmp_path: Path, value: str, words: str) -> None:
+    assert words in problems(tmp_path, with_value("base_model", "revision", value))[0]
+
+
+def test_file_of_another_encoding_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes("seed: 0\n# Bär\n".encode("windows-1252"))
+    with pytest.raises(ConfigError, match=r"params\.yaml: expected UTF-8, found byte 0xe4 in line 2; save the file"):
+        read_yaml(path)
+    path.write_bytes(b"\xef\xbb\xbfseed: .5e-5\r\n")
+    assert read_yaml(path) == {"seed": 5e-6}
+
+
 def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes(b"seed: \xff\xfe\n")

@@ -356,3 +356,19 @@ def test_group_estimators_train_a_critic_where_there_is_one() -> None:
     found = run(estimator="rloo").estimates
     np.testing.assert_array_equal(found.advantages, np.zeros(4))
     np.testing.assert_allclose(found.returns, [1.48, 1.47, 1.475, -0.51], rtol=1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("conventions", ["ours", "trl", "verl", "openrlhf"])
+@pytest.mark.parametrize(
+    "estimator", ["gae", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+def test_where_every_response_earned_the_same_nothing_is_to_be_learnt(estimator: str, conventions: str) -> None:
+    # The rounded mean of three scores of 0.1 is 0.10000000000000002: a difference that a division by a deviation of 0,
+    # with 1e-9 added, would make an advantage of 1e-8, and whitening one of 1.
+    lengths = [1, 2, 3, 1, 5, 2, 1]
+    tokens = [[-1.0] * length for length in lengths]
+    values = [[0.1] * length for length in lengths]
+    batch = responses(tokens, tokens, values, [0.1] * 7, bootstrap=[0.1] * 7, groups=[0, 0, 0, 1, 1, 1, 1])
+    for whiten in (True, False) if estimator != "reinforce_plus_plus" else (True,):
+        found = estimated(batch, estimator=estimator, conventions=conventions, whiten_advantages=whiten)
+        assert not found.estimates.advantages.any()

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_invalid_utf8_is_named_with_its_column(tmp_path):
 
 def test_utf16_file(tmp_path):
     source = write(tmp_path / "a.jsonl", '{"prompt":"a"}\n'.encode("utf-16"))
-    with pytest.raises(DataError, match="found UTF-16; save the file as UTF-8"):
+    with pytest.raises(DataError, match="found UTF-16: save the file as UTF-8"):
         values(source)
 
 
@@ -189,6 +190,65 @@ def test_parquet_rows_and_positions(tmp_path):
     rows = list(read_rows(str(path)))
     assert [one.values for one in rows] == [{"prompt": turns[0]}, {"prompt": turns[1], "split": "test"}]
     assert [one.where for one in rows] == [f"{path} row 0", f"{path} row 1"]
+
+
+def conversation(*items: str) -> pa.DataType:
+    """A list of turns as data sets of one schema for all have it, with the keys of tools."""
+    return pa.list_(
+        pa.struct([(name, pa.list_(pa.string()) if name == "tool_calls" else pa.string()) for name in items])
+    )
+
+
+def test_parquet_types_that_writers_choose(tmp_path):
+    """pandas categories, Polars' large types, DuckDB's decimals and empty tool calls hold what plain types hold."""
+    shape = pa.struct([(name, pa.string()) for name in ("role", "content")])
+    tools = pa.list_(pa.struct([*shape, ("name", pa.string()), ("tool_calls", pa.list_(pa.string()))]))
+    columns = {
+        "dictionary": pa.array(["q"]).dictionary_encode(),
+        "large text": pa.array(["q"], pa.large_string()),
+        "view": pa.array(["q"], pa.string_view()),
+        "large list": pa.array([[turn("user", "q")]], pa.large_list(shape)),
+        "tool calls": pa.array([[{**turn("user", "q"), "name": "", "tool_calls": []}]], tools),
+    }
+    for name, column in columns.items():
+        decimals = pa.array([Decimal("0.50")]), pa.array([Decimal(2**70)], pa.decimal128(38, 0))
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"prompt": column, "margin": decimals[0], "ground_truth": decimals[1]}), path)
+        (found,) = read_rows(str(path))
+        assert prompt_of(found).content in ("q", [turn("user", "q")])
+        assert prompt_of(found).ground_truth == "1180591620717411303424"
+        answers = {"chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")]}
+        assert pair_of(Row("w", "s", found.values | answers)).margin == 0.5
+
+
+def test_parquet_without_row_groups(tmp_path):
+    pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("prompt", pa.string())])).close()
+    with pytest.raises(DataError, match="expected at least one row"):
+        values(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [(pa.timestamp("us"), 2**62), (pa.date32(), 2**31 - 1), (pa.timestamp("s", "Nowhere/No"), 0)]
+)
+def test_parquet_column_that_python_has_no_value_for_is_named(tmp_path, kind, number):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "created": pa.array([number], kind)}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: the column created \(Parquet .*leave it out of the file"):
+        values(str(path))
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [
+        (gzip.compress(b'{"prompt":"a"}'), "a gzip file: end its name in .gz"),
+        (b"\x28\xb5\x2f\xfd\x20", "a zstd file"),
+        (b"PAR1\x15", "a Parquet file"),
+        (b"PK\x03\x04", "a zip file"),
+    ],
+)
+def test_file_of_another_kind_under_the_name_of_text(tmp_path, begin, words):
+    with pytest.raises(DataError, match=re.escape(f"a.jsonl: expected JSON in UTF-8, found {words}")):
+        values(write(tmp_path / "a.jsonl", begin))
 
 
 def test_truncated_parquet_file(tmp_path):
@@ -470,6 +530,23 @@ def test_implicit_prompt_of_texts(chosen, rejected, expected):
     prompt, *responses = split_implicit(chosen, rejected)
     assert (prompt, *responses) == expected
     assert [prompt + response for response in responses] == [chosen, rejected]
+
+
+def test_pair_whose_answers_begin_with_the_prompt_that_is_also_given():
+    """A prompt of turns beside whole conversations: put in front once more, the user would ask twice."""
+    asked, good, bad = turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
+    whole = pair_of(row(prompt=[asked], chosen=[asked, good], rejected=[asked, bad]))
+    assert whole == pair_of(row(prompt=[asked], chosen=[good], rejected=[bad]))
+    assert (whole.content, whole.responses) == ([asked], ["a", "b"])
+    with pytest.raises(DataError, match="one of chosen and rejected begins with the prompt, the other does not"):
+        pair_of(row(prompt=[asked], chosen=[asked, good], rejected=[bad]))
+
+
+@pytest.mark.parametrize("key", ["question", "instruction", "messages"])
+def test_pair_whose_prompt_is_called_something_else(key):
+    """Two answers that happen to begin alike would have that beginning as their prompt."""
+    with pytest.raises(DataError, match=f"found also {key}: rename that to prompt, or leave it out"):
+        pair_of(row(**{key: "Is it so?"}, chosen="Yes, it is so.", rejected="Yes, maybe."))
 
 
 def test_transcript_becomes_turns():

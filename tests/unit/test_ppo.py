@@ -11,12 +11,12 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from rlhf_core.errors import NumericError, RowMismatch
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.loading import load_causal_lm, save_like
+from rlhf_core.models.loading import check_head, load_causal_lm, save_like
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training import ppo
 from rlhf_core.training.distributed import ALONE
@@ -368,3 +368,21 @@ def test_policy_and_critic_are_the_same_after_a_reload(tiny_dir, tmp_path):
     after = scored(again, load_critic(tmp_path / "critic", policy=again, device=CPU, precision="float32"))
     for name in ("logprobs", "values"):
         assert np.array_equal(np.concatenate(getattr(before, name)), np.concatenate(getattr(after, name)))
+
+
+def test_tokens_that_the_head_forbids_leave_a_step_finite():
+    """A vocabulary padded by a bias of -inf: 0 * -inf in the entropy would make the loss, and then all weights, NaN."""
+    torch.manual_seed(0)
+    config = PhiConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model, critic = PhiForCausalLM(config).eval(), shared_critic()
+    with torch.no_grad():
+        model.lm_head.bias[90:] = -torch.inf
+    check_head(model)
+    for chosen in (settings(entropy_coef=0.1), settings(entropy_coef=0.0)):
+        log, _ = run(model, critic, scored(model, critic), chosen)
+        assert 0 < log[0]["policy/entropy_avg"] < np.log(90) and log[0]["policy/ratio_error_max"] <= 1e-4
+        assert torch.isfinite(weights(model.model, critic)).all()
+    assert torch.isneginf(model.lm_head.bias[90:]).all() and torch.isfinite(model.lm_head.bias[:90]).all()

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
+from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id, token_text
 from tests.tiny import tiny_tokenizer
 
 
@@ -101,3 +101,9 @@ def test_no_eos_anywhere_is_an_error(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="no EOS id"):
         eos_ids(tmp_path / "model", load_tokenizer(tmp_path / "model"))
+
+
+def test_an_id_beyond_the_tokenizers_vocabulary_is_shown_as_a_number(tiny_dir: Path) -> None:
+    # The tiny tokenizer ends at id 265; a model whose vocabulary is padded may sample 299.
+    tokenizer = load_tokenizer(tiny_dir)
+    assert [token_text(tokenizer, token) for token in (69, 265, 299)] == ["a", "ll", "[id 299]"]
