@@ -1,112 +1,131 @@
 """Rewards, advantages, returns and importance weights, appended to data/scores: `stages.advantages ITERATION PREV`.
 
-All shards are computed as one flat array (about 200 bytes a token), so that no number depends on how the rows were cut
-into shards. Needs no model. What reward shaping carries from iteration to iteration is read from
-data/reward_state/PREV.json and written to data/reward_state/ITERATION.json.
+Shards are read, computed and written one by one, in a thread for each core; of all rows only sample ids and groups are
+held at once (rlhf_core/algorithms/iteration.py). Needs no model. What reward shaping carries from iteration to
+iteration is read from data/reward_state/PREV.json and written to data/reward_state/ITERATION.json.
 """
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.algorithms.conventions import CONVENTIONS, Conventions
-from rlhf_core.algorithms.estimates import Estimates, estimate
-from rlhf_core.algorithms.off_policy import importance_weights
-from rlhf_core.algorithms.ragged import PerToken
+import pyarrow as pa
+
+from rlhf_core.algorithms.conventions import CONVENTIONS
+from rlhf_core.algorithms.iteration import Known, Recipe, Totals, finished, known_of, metrics_of, next_state
+from rlhf_core.algorithms.moments import RowMoments
+from rlhf_core.algorithms.ragged import Groups
 from rlhf_core.algorithms.responses import Responses
 from rlhf_core.algorithms.reward_state import Moments, RewardState
-from rlhf_core.algorithms.shaping import next_kl_coef, objective_metrics, shaped_rewards, shaped_scores, token_kl
-from rlhf_core.artifacts.columns import read_responses, with_estimates
+from rlhf_core.artifacts.columns import (
+    USED,
+    USED_WHERE_THERE,
+    estimated_columns,
+    group_numbers,
+    responses_of,
+    with_estimates,
+)
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.schema import advantages_schema
-from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
-from rlhf_core.config import AdvantageParams, load_run
+from rlhf_core.artifacts.shards import (
+    column_names,
+    read_metadata,
+    read_shard,
+    read_table,
+    row_counts,
+    shard_paths,
+    write_shard,
+)
+from rlhf_core.config import load_run
 from rlhf_core.errors import ArtifactError, StaleInput
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
 
 STATES = Path("data/reward_state")
-SCORE = (
-    "score_scaling",
-    "score_clip",
-    "missing_eos_penalty",
-    "missing_eos_mode",
-    "overlong_buffer",
-    "overlong_penalty",
-)
-ESTIMATE = ("estimator", "gamma", "gae_lambda", "value_gae_lambda", "whiten_rewards", "whiten_advantages")
-CORRECTION = ("correction", "correction_min", "correction_max")
+THREADS = 2  # shards that are in memory at once: one is read or computed while another is written
+BLOCK = 2**16  # tokens that are computed at once: their arrays stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard of data/scores, and where its rows are among those of all shards."""
+
+    path: Path
+    first_row: int
+    groups: Groups  # of all rows
+    iteration: str
+
+    def responses(self, table: pa.Table) -> Responses:
+        """Return what advantages are computed from."""
+        return responses_of(table, self.first_row, self.groups, self.iteration)
 
 
 def main() -> None:
-    """Compute over all shards of data/scores, then write each of them again with its new columns."""
+    """Find what is to be known of all shards of data/scores, then write each of them again with its new columns."""
     iteration, prev = sys.argv[1:3]
     params = load_run().at(iteration)
     source, before = Path(f"data/scores/iteration={iteration}"), STATES / f"{prev}.json"
     metadata = read_metadata(source)
     if metadata["iteration"] != iteration:
         raise StaleInput(f"{source}: holds iteration {metadata['iteration']}; run `dvc repro -f score@{iteration}`")
-    state, responses = read_state(before), read_responses(source, iteration)
+    state, shards = read_state(before), numbered(source, iteration)
+    recipe = Recipe(
+        **params.advantages.model_dump(),
+        conventions=CONVENTIONS[params.conventions],
+        max_new_tokens=metadata["sampling"]["max_new_tokens"],
+    )
     metadata |= {
         "stage": "advantages",
         "inputs": {**metadata["inputs"], str(source): hash_path(source), str(before): hash_path(before)},
         "conventions": params.conventions,
         "advantages": params.advantages.model_dump(),
     }
-    found, weights, state, metrics = compute(
-        responses,
-        state,
-        params.advantages,
-        conventions=CONVENTIONS[params.conventions],
-        max_new_tokens=metadata["sampling"]["max_new_tokens"],
-    )
     work = work_directory(f"advantages@{iteration}", metadata)
-    row = 0
-    for name, table in iter_tables(source):
-        whole = with_estimates(table, row, responses.offsets, found, weights)
-        write_shard(work / name, whole, advantages_schema(table.schema), metadata)
-        row += table.num_rows
+    columns = [*USED, *(name for name in USED_WHERE_THERE if name in column_names(source))]
+    totals = Totals()
+    with ThreadPoolExecutor(THREADS) as pool:
+
+        def each(compute: Callable[[Responses], Any]) -> Iterator[Any]:
+            def of_shard(shard: Shard) -> list[Any]:
+                responses = shard.responses(read_shard(shard.path, columns))
+                return [compute(block) for block in responses.blocks(BLOCK)]
+
+            return chain.from_iterable(pool.map(of_shard, shards))
+
+        known = known_of(each, recipe, state)
+        for parts in pool.map(lambda shard: write(shard, work, recipe, known, metadata), shards):
+            for part in parts:
+                totals.add(*part)
     publish(work, Path(f"data/advantages/iteration={iteration}"))
-    write_json(STATES / f"{iteration}.json", asdict(state))
-    write_json(Path(f"data/metrics/advantages/{iteration}.json"), metrics)
+    write_json(STATES / f"{iteration}.json", asdict(next_state(totals, recipe, known, state)))
+    write_json(Path(f"data/metrics/advantages/{iteration}.json"), metrics_of(totals, known))
 
 
-def compute(
-    responses: Responses,
-    state: RewardState,
-    params: AdvantageParams,
-    *,
-    conventions: Conventions,
-    max_new_tokens: int,
-) -> tuple[Estimates, PerToken, RewardState, dict[str, int | float]]:
-    """Return estimates, importance weights, the next reward state, and metrics, for all responses of an iteration."""
-    given = params.model_dump()
+def numbered(source: Path, iteration: str) -> list[Shard]:
+    """Return all shards, with groups over all their rows, after checking that no sample id occurs twice."""
+    groups = group_numbers(read_table(source, ["sample_id"])["sample_id"])
+    firsts = accumulate(row_counts(source), initial=0)
+    return [Shard(path, first, groups, iteration) for path, first in zip(shard_paths(source), firsts, strict=False)]
 
-    def chosen(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: given[name] for name in names}
 
-    scores, moments = shaped_scores(responses, state.scores, max_new_tokens=max_new_tokens, **chosen(SCORE))
-    kl = token_kl(responses, kl_estimator=params.kl_estimator, conventions=conventions)
-    kl_coef, next_coef = params.kl_coef, state.kl_coef
-    if params.kl_controller == "adaptive":
-        kl_coef = params.kl_coef if state.kl_coef is None else state.kl_coef
-        next_coef = next_kl_coef(responses, kl_coef, kl_target=params.kl_target, kl_horizon=params.kl_horizon)
-    slotted = shaped_rewards(
-        responses, scores, kl, kl_coef=kl_coef, max_new_tokens=max_new_tokens, conventions=conventions
-    )
-    found = estimate(
-        responses,
-        *slotted,
-        **chosen(ESTIMATE),
-        whitening_variance=params.whitening_variance,
-        conventions=conventions,
-    )
-    weights, cut = importance_weights(
-        responses.sampler_logprobs, responses.logprobs, responses.offsets, **chosen(CORRECTION)
-    )
-    metrics = objective_metrics(responses, scores, kl, kl_coef=kl_coef) | found.metrics | cut
-    return found, weights, RewardState(kl_coef=next_coef, scores=moments), metrics
+def write(
+    shard: Shard, work: Path, recipe: Recipe, known: Known, metadata: dict[str, Any]
+) -> list[tuple[dict[str, RowMoments], dict[str, int]]]:
+    """Write one shard with its new columns, and return what the metrics need of each block of it."""
+    table = read_shard(shard.path)
+    responses = shard.responses(table)
+    columns, sums = [], []
+    for block in responses.blocks(BLOCK):
+        found = finished(block, recipe, known)
+        columns.append(estimated_columns(found))
+        sums.append((found.moments, found.counts))
+    whole = with_estimates(table, responses.offsets, columns)
+    write_shard(work / shard.path.name, whole, advantages_schema(table.schema), metadata)
+    return sums
 
 
 def read_state(path: Path) -> RewardState:

@@ -6,10 +6,10 @@ import numpy as np
 
 from rlhf_core.algorithms.conventions import CONVENTIONS
 from rlhf_core.algorithms.estimates import Estimates
+from rlhf_core.algorithms.iteration import Recipe, Totals, finished, known_of, metrics_of, next_state
 from rlhf_core.algorithms.responses import Responses
 from rlhf_core.algorithms.reward_state import Moments, RewardState
 from rlhf_core.config import AdvantageParams
-from stages import advantages as stage
 
 Rows = list[list[float]]
 FRESH = RewardState(kl_coef=None, scores=Moments(0, 0.0, 0.0))
@@ -70,6 +70,7 @@ def responses(
     """Rows of tokens as one iteration's responses; what is left out is unremarkable."""
     count = len(scores)
     return Responses(
+        first_row=0,
         offsets=np.cumsum([0, *map(len, logprobs)], dtype=np.int64),
         own=np.array([True] * count if own is None else own, bool),
         groups=np.array(range(count) if groups is None else groups, np.int64),
@@ -100,6 +101,17 @@ def estimated(
 ) -> Result:
     """All that the stage computes, with PLAIN parameters but for the changes."""
     params = AdvantageParams(**{**PLAIN, **changes})
-    return Result(
-        *stage.compute(batch, state, params, conventions=CONVENTIONS[conventions], max_new_tokens=max_new_tokens)
+    return computed(batch, params, conventions=conventions, max_new_tokens=max_new_tokens, state=state)
+
+
+def computed(
+    batch: Responses, params: AdvantageParams, *, conventions: str, max_new_tokens: int, state: RewardState = FRESH
+) -> Result:
+    """All that the stage computes, for responses that are in memory as one part."""
+    recipe = Recipe(
+        **params.model_dump(), conventions=CONVENTIONS[conventions], max_new_tokens=max_new_tokens
     )
+    known = known_of(lambda work: [work(batch)], recipe, state)
+    found, totals = finished(batch, recipe, known), Totals()
+    totals.add(found.moments, found.counts)
+    return Result(found.estimates, found.weights, next_state(totals, recipe, known, state), metrics_of(totals, known))

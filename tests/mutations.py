@@ -256,9 +256,9 @@ MUTATIONS = [
         STATE,
     ),
     Mutation(
-        "rlhf_core/algorithms/shaping.py",
-        "responses.scores[responses.own & responses.filled]",
-        "responses.scores[responses.filled]",
+        "rlhf_core/algorithms/iteration.py",
+        "part.scores[part.own & part.filled]",
+        "part.scores[part.filled]",
         ADVANTAGES,
     ),
     Mutation(
@@ -305,15 +305,15 @@ MUTATIONS = [
         ESTIMATES,
     ),
     Mutation(
-        "rlhf_core/algorithms/estimates.py",
-        "advantages = scaled(advantages, shift_mean=True)",
-        "advantages = scaled(advantages, shift_mean=False)",
+        "rlhf_core/algorithms/iteration.py",
+        "recipe.whitened(found.advantages, known.advantages, shift_mean=True)",
+        "recipe.whitened(found.advantages, known.advantages, shift_mean=False)",
         ESTIMATES,
     ),
     Mutation(
-        "rlhf_core/algorithms/estimates.py",
-        "rewards = scaled(rewards, shift_mean=False)",
-        "rewards = scaled(rewards, shift_mean=True)",
+        "rlhf_core/algorithms/iteration.py",
+        "recipe.whitened(rewards, known.rewards, shift_mean=False)",
+        "recipe.whitened(rewards, known.rewards, shift_mean=True)",
         ESTIMATES,
     ),
     Mutation(
@@ -324,22 +324,23 @@ MUTATIONS = [
     ),
     Mutation(
         "rlhf_core/algorithms/whitening.py",
-        "white if shift_mean else white + mean",
-        "white + mean if shift_mean else white",
+        "white if shift_mean else white + whole.mean",
+        "white + whole.mean if shift_mean else white",
         WHITENING,
     ),
     Mutation(
         "rlhf_core/algorithms/whitening.py",
-        'x.size - 1 if variance == "bessel"',
-        'x.size - 1 if variance != "bessel"',
+        'whole.count - 1 if variance == "bessel"',
+        'whole.count - 1 if variance != "bessel"',
         WHITENING,
     ),
     Mutation(
-        "rlhf_core/algorithms/whitening.py",
-        "if x.min() != x.max() else np.zeros(x.size)",
-        "",
-        WHITENING,
+        "rlhf_core/algorithms/moments.py",
+        "rows.m2 + rows.counts * away * away",
+        "rows.m2",
+        ("tests/property/test_ragged_maths.py",),
     ),
+    Mutation("rlhf_core/algorithms/moments.py", "d = x[t] - first", "d = x[t]", WHITENING),
     # Importance weights, and what the stage carries.
     Mutation(
         "rlhf_core/algorithms/off_policy.py",
@@ -366,15 +367,15 @@ MUTATIONS = [
         ADVANTAGES,
     ),
     Mutation(
-        "rlhf_core/artifacts/columns.py",
-        "offsets[row : row + table.num_rows + 1]",
-        "offsets[: table.num_rows + 1]",
+        "rlhf_core/algorithms/responses.py",
+        "first_row=self.first_row + start",
+        "first_row=self.first_row",
         ADVANTAGES,
     ),
     Mutation(
-        "stages/advantages.py",
-        "params.kl_coef if state.kl_coef is None else state.kl_coef",
-        "params.kl_coef",
+        "rlhf_core/algorithms/iteration.py",
+        "known = replace(known, kl_coef=state.kl_coef)",
+        "pass",
         ADVANTAGES,
     ),
     # The terms of the loss together, against the textbook.

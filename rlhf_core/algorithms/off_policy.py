@@ -3,13 +3,22 @@
 Left out: the ratio between new and old policy in the loss (losses.py), and how to measure the mismatch (mismatch.py).
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rlhf_core.algorithms.kl import LOG_RATIO_CAP
-from rlhf_core.algorithms.ragged import Offsets, PerToken, RowFlags, TokenFlags, check_offsets, check_same_size, lengths
-from rlhf_core.algorithms.statistics import sequence_sums, token_mean
+from rlhf_core.algorithms.moments import Summary
+from rlhf_core.algorithms.ragged import Offsets, PerToken, check_offsets, check_same_size, lengths
+from rlhf_core.algorithms.statistics import sequence_sums
+
+
+class ImportanceWeights(NamedTuple):
+    """Weights [N], float64, 0 or more, and how many tokens and responses were cut."""
+
+    weights: PerToken
+    truncated: int  # tokens whose weight is correction_max in place of a larger one
+    rejected: int  # responses set to 0 as a whole
 
 
 def importance_weights(
@@ -20,7 +29,7 @@ def importance_weights(
     correction: Literal["none", "truncate", "mask", "reject_sequence"],
     correction_min: float,
     correction_max: float,
-) -> tuple[PerToken, dict[str, int | float]]:
+) -> ImportanceWeights:
     """Return the weight of each token's policy loss, and how much was cut.
 
     With w_t = exp(logprobs_t - sampler_logprobs_t), the log-ratio bounded to +-20, and
@@ -42,13 +51,7 @@ def importance_weights(
         correction_max: Weight, above 1.
 
     Returns:
-        Weights [N], float64, 0 or more; and metrics:
-        correction/weight_mean          mean weight over tokens
-        correction/zeroed_fraction      share of tokens with weight 0
-        correction/truncated_fraction   share of tokens whose weight is correction_max in place of a larger w
-        correction/rejected_responses   responses set to 0 as a whole
-        correction/ess                  (sum w)^2 / (N * sum w^2) of the weights, in [0, 1]; 1 for no tokens, 0 for no
-                                        weight
+        ImportanceWeights.
 
     Raises:
         RowMismatch: If the lengths differ or offsets do not fit them.
@@ -60,41 +63,46 @@ def importance_weights(
     """
     check_same_size(sampler_logprobs=sampler_logprobs, logprobs=logprobs)
     check_offsets(offsets, tokens=logprobs.size)
-    rejected, cut = np.zeros(offsets.size - 1, bool), np.zeros(logprobs.size, bool)
     if correction == "none":
-        weights = np.ones(logprobs.size)
-        return weights, _metrics(weights, cut, rejected)
+        return ImportanceWeights(np.ones(logprobs.size), truncated=0, rejected=0)
     log_ratio = np.clip(np.subtract(logprobs, sampler_logprobs, dtype=np.float64), -LOG_RATIO_CAP, LOG_RATIO_CAP)
     weights = np.exp(log_ratio)
     if correction == "mask":
         weights[(weights < correction_min) | (weights > correction_max)] = 0.0
-        return weights, _metrics(weights, cut, rejected)
+        return ImportanceWeights(weights, truncated=0, rejected=0)
     cut = weights > correction_max
     weights = np.minimum(weights, correction_max)
+    rejected = np.zeros(offsets.size - 1, bool)
     if correction == "reject_sequence":
         tokens = lengths(offsets)
         geometric = np.exp(sequence_sums(log_ratio, offsets) / np.maximum(tokens, 1))
         rejected = (geometric < correction_min) | (geometric > correction_max)
         dropped = np.repeat(rejected, tokens)
         weights[dropped], cut = 0.0, cut & ~dropped
-    return weights, _metrics(weights, cut, rejected)
+    return ImportanceWeights(weights, truncated=int(np.count_nonzero(cut)), rejected=int(rejected.sum()))
 
 
-def _metrics(weights: PerToken, cut: TokenFlags, rejected: RowFlags) -> dict[str, int | float]:
-    """How much was cut, by metric name; see importance_weights."""
-    count = max(weights.size, 1)
+def correction_metrics(weights: Summary, *, zeroed: int, truncated: int, rejected: int) -> dict[str, int | float]:
+    """Return how much was cut, over all responses of an iteration.
+
+        correction/weight_mean          mean weight over tokens
+        correction/zeroed_fraction      share of tokens with weight 0
+        correction/truncated_fraction   share of tokens whose weight is correction_max in place of a larger w
+        correction/rejected_responses   responses set to 0 as a whole
+        correction/ess                  (sum w)^2 / (N * sum w^2) of the weights, in [0, 1]; 1 for no tokens, 0 for no
+                                        weight
+
+    Args:
+        weights: Of all tokens.
+        zeroed: Tokens with weight 0.
+        truncated, rejected: See ImportanceWeights.
+    """
+    count = max(weights.count, 1)
+    squares = weights.mean * weights.mean + weights.m2 / count
     return {
-        "correction/weight_mean": token_mean(weights),
-        "correction/zeroed_fraction": (weights.size - int(np.count_nonzero(weights))) / count,
-        "correction/truncated_fraction": int(np.count_nonzero(cut)) / count,
-        "correction/rejected_responses": int(rejected.sum()),
-        "correction/ess": _effective_share(weights),
+        "correction/weight_mean": weights.mean,
+        "correction/zeroed_fraction": zeroed / count,
+        "correction/truncated_fraction": truncated / count,
+        "correction/rejected_responses": rejected,
+        "correction/ess": 1.0 if weights.count == 0 else weights.mean * weights.mean / squares if squares else 0.0,
     }
-
-
-def _effective_share(weights: PerToken) -> float:
-    """(sum w)^2 / (N * sum w^2)."""
-    if weights.size == 0:
-        return 1.0
-    squares = float(np.sum(weights * weights))
-    return float(weights.sum()) ** 2 / (weights.size * squares) if squares else 0.0

@@ -13,7 +13,6 @@ from rlhf_core.errors import RowMismatch
 # What signatures say. `tokens` and `rows` must agree between the arguments of one call; tests check it at run time.
 PerToken = Float[np.ndarray, "tokens"]
 PerRow = Float[np.ndarray, "rows"]
-TokenFlags = Bool[np.ndarray, "tokens"]
 RowFlags = Bool[np.ndarray, "rows"]
 Offsets = Int64[np.ndarray, "bounds"]  # [B + 1]
 Lengths = Int64[np.ndarray, "rows"]

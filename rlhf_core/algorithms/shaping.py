@@ -17,10 +17,35 @@ from rlhf_core.algorithms.ragged import (
     with_slots,
 )
 from rlhf_core.algorithms.responses import Responses
-from rlhf_core.algorithms.reward_state import Moments, adapted_kl_coef, merged, scaled_scores
+from rlhf_core.algorithms.reward_state import Moments, merged, scaled_scores
 from rlhf_core.algorithms.rewards import final_scores, overlong_penalties, token_rewards
-from rlhf_core.algorithms.statistics import sequence_sums, token_mean
 from rlhf_core.errors import NumericError, SchemaMismatch
+
+
+def score_moments(
+    before: Moments, scores: PerRow, *, any_filled: bool, score_scaling: Literal["none", "running_std", "running_mean_std"]
+) -> Moments:
+    """Return the moments that scores are scaled with, and that go to the next iteration.
+
+    Args:
+        before: Of the scores of earlier iterations.
+        scores: [B], reward units, of this iteration's own responses with tokens; replayed ones were merged when they
+            were new.
+        any_filled: Whether any response of the iteration, own or replayed, has tokens.
+        score_scaling: none leaves the moments untouched.
+
+    Raises:
+        NumericError: If scores are to be scaled, and only replayed ones were ever seen.
+    """
+    if score_scaling == "none":
+        return before
+    moments = merged(before, scores)
+    if moments.count == 0 and any_filled:
+        raise NumericError(
+            f"advantages.score_scaling is {score_scaling}, but no score was merged into the moments yet: an iteration"
+            " that only replays cannot be the first with score_scaling"
+        )
+    return moments
 
 
 def shaped_scores(
@@ -34,33 +59,21 @@ def shaped_scores(
     missing_eos_mode: Literal["subtract", "replace", "scale"],
     overlong_buffer: int,
     overlong_penalty: float,
-) -> tuple[PerRow, Moments]:
+) -> PerRow:
     """Return the score that each response is paid: scaled, clipped, less what it pays for not ending or for its length.
 
     Args:
-        responses: All of the iteration.
-        moments: Of the scores of earlier iterations. Those of this iteration's own responses with tokens are merged
-            before anything is scaled; replayed ones were merged when they were new. Untouched by score_scaling none.
+        responses: Of the iteration.
+        moments: From score_moments.
         max_new_tokens, overlong_buffer, overlong_penalty: See overlong_penalties.
         score_scaling: See scaled_scores.
         score_clip, missing_eos_penalty, missing_eos_mode: See final_scores.
 
     Returns:
-        [B], float64, reward units; and the moments for the next iteration.
-
-    Raises:
-        NumericError: If scores are to be scaled, and only replayed ones were ever seen.
+        [B], float64, reward units.
     """
-    if score_scaling != "none":
-        moments = merged(moments, responses.scores[responses.own & responses.filled])
-        if moments.count == 0 and responses.filled.any():
-            raise NumericError(
-                f"advantages.score_scaling is {score_scaling}, but no score was merged into the moments yet: an"
-                " iteration that only replays cannot be the first with score_scaling"
-            )
-    scores = scaled_scores(responses.scores, moments, score_scaling=score_scaling)
     final = final_scores(
-        scores,
+        scaled_scores(responses.scores, moments, score_scaling=score_scaling),
         responses.finished,
         score_clip=score_clip,
         missing_eos_penalty=missing_eos_penalty,
@@ -71,14 +84,14 @@ def shaped_scores(
         max_new_tokens=max_new_tokens,
         overlong_buffer=overlong_buffer,
         overlong_penalty=overlong_penalty,
-    ), moments
+    )
 
 
 def token_kl(responses: Responses, *, kl_estimator: KlEstimator, conventions: Conventions) -> PerToken:
     """Return the KL of each token by the chosen estimator, with the bounds of the conventions.
 
     Args:
-        responses: All of the iteration; with kl_estimator full they have full_kl.
+        responses: Of the iteration; with kl_estimator full they have full_kl.
         kl_estimator: See kl_estimate; full takes the column that the score stage computed over the vocabulary.
         conventions: See conventions.py.
 
@@ -105,25 +118,6 @@ def token_kl(responses: Responses, *, kl_estimator: KlEstimator, conventions: Co
     return clipped(kl, bound=conventions.kl_bound(kl_estimator))
 
 
-def next_kl_coef(responses: Responses, kl_coef: float, *, kl_target: float, kl_horizon: int) -> float:
-    """Return the controller's coefficient for the next iteration, by the KL of this iteration's own responses.
-
-    Args:
-        responses: All of the iteration. Replayed ones are another policy's and do not count; nor do empty ones.
-        kl_coef: Reward units per nat, of this iteration.
-        kl_target, kl_horizon: See adapted_kl_coef.
-
-    Returns:
-        Reward units per nat; unchanged when there is no response of its own.
-    """
-    own = responses.own & responses.filled
-    if not own.any():
-        return kl_coef
-    k1 = kl_estimate(responses.logprobs, responses.ref_logprobs, estimator="k1")
-    kl = token_mean(sequence_sums(k1, responses.offsets)[own])
-    return adapted_kl_coef(kl_coef, kl=kl, responses=int(own.sum()), kl_target=kl_target, kl_horizon=kl_horizon)
-
-
 def shaped_rewards(
     responses: Responses,
     scores: PerRow,
@@ -136,7 +130,7 @@ def shaped_rewards(
     """Return the reward of each token, and of the slot after a response's last token where the conventions have one.
 
     Args:
-        responses: All of the iteration. Without a critic there is no value after the last token, hence no slot.
+        responses: Of the iteration. Without a critic there is no value after the last token, hence no slot.
         scores: [B], reward units, from shaped_scores.
         kl: [N], nats, from token_kl.
         kl_coef: Reward units per nat.
@@ -153,28 +147,3 @@ def shaped_rewards(
     bounds = slotted_offsets(responses.offsets, slots)
     extended = with_slots(kl, np.zeros(slots.size), responses.offsets, slots)
     return token_rewards(extended, scores, bounds, kl_coef=kl_coef), bounds, slots
-
-
-def objective_metrics(responses: Responses, scores: PerRow, kl: PerToken, *, kl_coef: float) -> dict[str, float]:
-    """Return what the policy that sampled this iteration earned, in means over its own responses with tokens.
-
-    Args:
-        responses: All of the iteration. Replayed ones are another policy's and do not count.
-        scores: [B], reward units, from shaped_scores.
-        kl: [N], nats, from token_kl.
-        kl_coef: Reward units per nat, of this iteration.
-
-    Returns:
-        Metrics by name, reward units; only objective/kl_coef when nothing was sampled.
-    """
-    metrics = {"objective/kl_coef": kl_coef}
-    if responses.own.any():
-        own = responses.own & responses.filled
-        non_score = -kl_coef * token_mean(sequence_sums(kl, responses.offsets)[own])
-        final = token_mean(scores[own])
-        metrics |= {
-            "objective/non_score_reward": non_score,
-            "objective/scores_final": final,
-            "objective/rlhf_reward": non_score + final,
-        }
-    return metrics

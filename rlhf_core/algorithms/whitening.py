@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from rlhf_core.algorithms.moments import Summary
 from rlhf_core.algorithms.ragged import PerToken
 from rlhf_core.errors import NumericError
 
@@ -16,6 +17,7 @@ EPSILON = 1e-8
 
 def whiten(
     x: PerToken,
+    whole: Summary,
     *,
     shift_mean: bool,
     variance: Literal["population", "bessel"],
@@ -31,10 +33,9 @@ def whiten(
         scale = sqrt(var + 1e-8)                   added
                 sqrt(max(var, 1e-8))               floor
 
-    Both statistics run over all of x, which must hold the tokens of the whole iteration and nothing else.
-
     Args:
-        x: [N], any unit.
+        x: [N], any unit; a part of the tokens that mean and variance are of, or all.
+        whole: Of the tokens of the whole iteration, and of nothing else.
         shift_mean: Whether the mean is removed.
         variance: population or bessel.
         epsilon: added or floor.
@@ -44,22 +45,21 @@ def whiten(
         mean), with bessel too; a single one is also worth a warning. Empty in, empty out.
 
     Raises:
-        NumericError: If x holds a NaN or an infinity, which would spread to all of it.
+        NumericError: If there is a NaN or an infinity, which would spread to all tokens.
 
     Source: openai/lm-human-preferences, utils/core.py `whiten` (population, added); the mean put back for
     shift_mean=False is theirs and TRL's. TRL and verl divide by n - 1; OpenRLHF has the floor. See conventions.py.
     """
     if x.size == 0:
         return np.empty(0, np.float64)
-    if x.size == 1:
+    if whole.count == 1:
         logger.warning("whitening a single token: its variance is 0, so the result says nothing about it")
-    mean = float(np.mean(x, dtype=np.float64))
-    if not np.isfinite(mean):
-        bad = int(np.argmin(np.isfinite(x)))
-        raise NumericError(f"whiten: expected finite numbers, found {x[bad]} at index {bad} of {x.size}")
-    # The rounded mean of n equal numbers need not be that number, and sqrt(1e-8) would magnify the difference.
-    centred = np.subtract(x, mean, dtype=np.float64) if x.min() != x.max() else np.zeros(x.size)
-    degrees = x.size - 1 if variance == "bessel" and x.size > 1 else x.size
-    var = float(np.sum(centred * centred)) / degrees
-    white: PerToken = centred / np.sqrt(var + EPSILON if epsilon == "added" else max(var, EPSILON))
-    return white if shift_mean else white + mean
+    if not np.isfinite(whole.mean):
+        bad = np.flatnonzero(~np.isfinite(x))
+        where = f"{x[bad[0]]} at index {bad[0]} of {x.size}" if bad.size else "another one in the other responses"
+        raise NumericError(f"whiten: expected finite numbers, found {where}")
+    degrees = whole.count - 1 if variance == "bessel" and whole.count > 1 else whole.count
+    var = whole.m2 / degrees
+    white: PerToken = np.subtract(x, whole.mean, dtype=np.float64)
+    white /= np.sqrt(var + EPSILON if epsilon == "added" else max(var, EPSILON))
+    return white if shift_mean else white + whole.mean

@@ -71,7 +71,9 @@ def _check_chunk(table: pa.Table, name: str, chunk: pa.Array, start: int, path: 
     items = chunk.flatten() if is_list else chunk
     if not pa.types.is_floating(items.type):
         return
-    finite = pc.fill_null(pc.is_finite(items), True).to_numpy(zero_copy_only=False)
+    if items.null_count:
+        items = pc.fill_null(items, 0.0)  # where nulls are allowed
+    finite = np.isfinite(items.to_numpy())
     if finite.all():
         return
     item = int(np.argmin(finite))

@@ -1,44 +1,51 @@
 """Between the columns of data/scores and data/advantages and the arrays that the algorithms work on."""
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.algorithms.estimates import Estimates
-from rlhf_core.algorithms.ragged import Groups, Offsets, PerToken
+from rlhf_core.algorithms.iteration import Finished
+from rlhf_core.algorithms.ragged import Groups
 from rlhf_core.algorithms.responses import Responses
-from rlhf_core.artifacts.shards import column_names, ragged, ragged_array, read_table
+from rlhf_core.artifacts.shards import ragged, ragged_array
 
-_ALWAYS = ["sample_id", "finish_reason", "score", "sampler_logprobs", "logprobs", "ref_logprobs"]
-_MAYBE = ["full_kl", "values", "bootstrap_value"]
+# What advantages are computed from; the others of a shard are carried on.
+USED = ["sample_id", "finish_reason", "score", "sampler_logprobs", "logprobs", "ref_logprobs"]
+USED_WHERE_THERE = ["full_kl", "values", "bootstrap_value"]
 
 
-def read_responses(scores: Path, iteration: str) -> Responses:
-    """Read what advantages are computed from, of all shards as one batch; nothing else is read.
+def group_numbers(sample_ids: pa.ChunkedArray) -> Groups:
+    """Return one number per prompt and iteration: what stands before the last "-" of a sample_id.
 
     Args:
-        scores: Directory of data/scores.
-        iteration: Whose responses are "own": those whose sample_id begins with it.
-
-    Returns:
-        Responses in the order of the shards. Without a column of _MAYBE its array is None.
-
-    Raises:
-        ArtifactError: As read_table.
+        sample_ids: Of all shards: equal keys get equal numbers wherever they are.
     """
-    names = column_names(scores)
-    table = read_table(scores, [*_ALWAYS, *(name for name in _MAYBE if name in names)])
+    keys = pc.list_element(pc.split_pattern(sample_ids, "-", max_splits=1, reverse=True), 0)
+    chunks = keys.dictionary_encode().unify_dictionaries().chunks
+    return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy().astype(np.int64) for chunk in chunks)])
+
+
+def responses_of(table: pa.Table, first_row: int, groups: Groups, iteration: str) -> Responses:
+    """Return what advantages are computed from, of one shard.
+
+    Args:
+        table: With the columns USED, and those of USED_WHERE_THERE that the artifact has: the array of another is None.
+        first_row: Number of its first row among all rows.
+        groups: Of all rows.
+        iteration: Whose responses are "own": those whose sample_id begins with it.
+    """
     tokens = {
         name: ragged(table[name])[0]
         for name in ("sampler_logprobs", "logprobs", "ref_logprobs", "full_kl", "values")
         if name in table.column_names
     }
     return Responses(
+        first_row=first_row,
         offsets=ragged(table["logprobs"])[1],
         own=pc.starts_with(table["sample_id"], f"{iteration}-").to_numpy(),
-        groups=_groups(table["sample_id"]),
+        groups=groups[first_row : first_row + table.num_rows],
         finished=pc.equal(table["finish_reason"], "stop").to_numpy(),
         scores=table["score"].to_numpy(),
         sampler_logprobs=tokens["sampler_logprobs"],
@@ -50,32 +57,32 @@ def read_responses(scores: Path, iteration: str) -> Responses:
     )
 
 
-def with_estimates(table: pa.Table, row: int, offsets: Offsets, found: Estimates, weights: PerToken) -> pa.Table:
+def estimated_columns(found: Finished) -> dict[str, np.ndarray]:
+    """Return the columns that are written for some responses, float32: of tokens [N], bootstrap_return [B]."""
+    columns = {
+        "importance_weights": found.weights,
+        "rewards": found.estimates.rewards,
+        "advantages": found.estimates.advantages,
+        "returns": found.estimates.returns,
+        "bootstrap_return": found.estimates.bootstrap_returns,
+    }
+    with np.errstate(over="ignore"):  # an infinity stops the stage where it would be written
+        return {name: values.astype(np.float32) for name, values in columns.items() if values is not None}
+
+
+def with_estimates(table: pa.Table, offsets: np.ndarray, parts: Sequence[dict[str, np.ndarray]]) -> pa.Table:
     """Return one shard with the columns of data/advantages appended.
 
     Args:
         table: A shard of data/scores.
-        row: Number of its first row among all rows.
-        offsets: [B + 1], int64, of all rows.
-        found: For all rows.
-        weights: [N], the importance weights of all tokens.
+        offsets: [B + 1], int64, of its rows.
+        parts: From estimated_columns, of all its rows in order. None of them for a shard without rows.
     """
-    bounds = offsets[row : row + table.num_rows + 1]
-    columns = {"importance_weights": weights, "rewards": found.rewards, "advantages": found.advantages}
-    if found.returns is not None:
-        columns["returns"] = found.returns
-    for name, values in columns.items():
-        items = values[bounds[0] : bounds[-1]]
-        table = table.append_column(name, ragged_array(items, bounds - bounds[0], pa.float32()))
-    if found.bootstrap_returns is not None:
-        # NaN stands for a row without a slot; on disk that is a null.
-        at_end = found.bootstrap_returns[row : row + table.num_rows]
-        table = table.append_column("bootstrap_return", pa.array(at_end, pa.float32(), from_pandas=True))
+    for name in parts[0] if parts else ():
+        values = np.concatenate([part[name] for part in parts])
+        if name == "bootstrap_return":
+            # NaN stands for a row without a slot; on disk that is a null.
+            table = table.append_column(name, pa.array(values, pa.float32(), from_pandas=True))
+        else:
+            table = table.append_column(name, ragged_array(values, offsets, pa.float32()))
     return table
-
-
-def _groups(sample_ids: pa.ChunkedArray) -> Groups:
-    """One number per prompt and iteration: what stands before the last "-" of a sample_id."""
-    keys = pc.list_element(pc.split_pattern(sample_ids, "-", max_splits=1, reverse=True), 0)
-    chunks = keys.dictionary_encode().unify_dictionaries().chunks
-    return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy().astype(np.int64) for chunk in chunks)])

@@ -103,13 +103,40 @@ def write_shard(path: Path, table: pa.Table, schema: pa.Schema, metadata: dict[s
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(temporary, needed=table.nbytes), temporary.open("wb") as handle:
         described = table.schema.with_metadata({_METADATA_KEY: text.encode()})
-        with pq.ParquetWriter(handle, described, compression="zstd", write_page_checksum=True) as writer:
+        with pq.ParquetWriter(handle, described, **encoding(table.schema)) as writer:
             for start, stop in _row_groups(table, path):
                 writer.write_table(table.slice(start, stop - start), row_group_size=max(stop - start, 1))
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, path)
     fsync_directory(path.parent)
+
+
+def encoding(schema: pa.Schema) -> dict[str, Any]:
+    """Return how columns are written: lists of numbers split by byte, with neither dictionary nor statistics.
+
+    Numbers of tokens hardly recur, and no query skips tokens by their range. Half the time of pyarrow's default encoding
+    (benchmarks/advantages.py), and a sixth off the size.
+    """
+    numbers, others = [], []
+    for field in schema:
+        path, kind = field.name, field.type
+        while pa.types.is_list(kind):
+            path, kind = f"{path}.list.element", kind.value_type
+        is_number = pa.types.is_floating(kind) or pa.types.is_integer(kind)
+        if is_number and path != field.name:
+            numbers.append(path)
+        elif pa.types.is_struct(kind):
+            others += [f"{path}.{child.name}" for child in kind]
+        else:
+            others.append(path)
+    return {
+        "compression": "zstd",
+        "use_dictionary": others,
+        "use_byte_stream_split": numbers,
+        "write_statistics": others,
+        "write_page_checksum": True,
+    }
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
@@ -150,6 +177,20 @@ def column_names(directory: Path) -> list[str]:
     file, _ = _open(shard_paths(directory)[0])
     file.close()
     return list(file.schema_arrow.names)
+
+
+def row_counts(directory: Path) -> list[int]:
+    """Return the number of rows of each shard, from their footers.
+
+    Raises:
+        ArtifactError: As shard_paths, or when a shard cannot be read.
+    """
+    counts = []
+    for path in shard_paths(directory):
+        file, _ = _open(path)
+        counts.append(int(file.metadata.num_rows))
+        file.close()
+    return counts
 
 
 def iter_tables(directory: Path, columns: list[str] | None = None) -> Iterator[tuple[str, pa.Table]]:
@@ -217,8 +258,9 @@ def read_shard(path: Path, columns: list[str] | None = None) -> pa.Table:
         raise ArtifactError(f"{path}: damaged: {error}{_RERUN}") from None
     finally:
         file.close()
-    empty = pa.schema([file.schema_arrow.field(name) for name in wanted + extra]).empty_table()
-    table = pa.concat_tables([group.select(wanted + extra).replace_schema_metadata() for group in groups] or [empty])
+    if not groups:
+        groups = [pa.schema([file.schema_arrow.field(name) for name in wanted + extra]).empty_table()]
+    table = pa.concat_tables([group.select(wanted + extra).replace_schema_metadata() for group in groups])
     check_rows(table, names[0], path)
     return table.select(wanted)
 

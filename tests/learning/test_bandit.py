@@ -17,9 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.conventions import CONVENTIONS
 from rlhf_core.algorithms.responses import Responses as Rollouts
-from rlhf_core.algorithms.reward_state import Moments, RewardState
 from rlhf_core.config import AdvantageParams
 from rlhf_core.models.checkpoint import OptimizerState, new_value_head
 from rlhf_core.models.critic import Critic
@@ -28,7 +26,7 @@ from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.ppo import update
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import Responses
-from stages.advantages import compute
+from tests.iteration import computed
 from tests.tiny import tiny_model
 
 PROMPTS = [[1, 70], [1, 71, 72]]
@@ -79,6 +77,7 @@ def iterate(learner: Learner, references: list[Tensor], params: AdvantageParams,
     rows = len(drawn)
     values = np.array([value(learner, prompt) for prompt in PROMPTS])[prompt_of]
     rollouts = Rollouts(
+        first_row=0,
         offsets=np.arange(rows + 1),
         own=np.ones(rows, bool),
         groups=prompt_of,
@@ -91,8 +90,7 @@ def iterate(learner: Learner, references: list[Tensor], params: AdvantageParams,
         values=None if learner.critic is None else values,
         bootstrap_values=None if learner.critic is None else np.zeros(rows),
     )
-    state = RewardState(kl_coef=None, scores=Moments(count=0, mean=0.0, m2=0.0))
-    found, weights, *_ = compute(rollouts, state, params, conventions=CONVENTIONS["ours"], max_new_tokens=1)
+    found, weights, *_ = computed(rollouts, params, conventions="ours", max_new_tokens=1)
     split = lambda x: None if x is None else list(x.astype(np.float32)[:, None])
     critic: dict[str, Any] = {}
     if learner.critic is not None:

@@ -22,7 +22,6 @@ pytest.importorskip("trl", reason="TRL is installed by `make parity`, in a venv 
 from rlhf_core.algorithms.conventions import CONVENTIONS
 from rlhf_core.algorithms.estimates import Estimates
 from rlhf_core.algorithms.responses import Responses
-from rlhf_core.algorithms.reward_state import Moments, RewardState
 from rlhf_core.config import load_run
 from rlhf_core.models.batching import collate
 from rlhf_core.models.critic import Critic
@@ -31,7 +30,7 @@ from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner
 from rlhf_core.training.ppo import update
 from rlhf_core.training.responses import Responses as TrainingResponses
-from stages.advantages import compute
+from tests.iteration import computed
 from tests.meta.project import ROOT
 from tests.parity import trl_run
 from tests.ppo_case import CPU, learner_of, settings
@@ -141,6 +140,7 @@ def scored() -> Scored:
 @pytest.fixture(scope="module")
 def estimates(scored: Scored, options: dict[str, Any]) -> Estimates:
     responses = Responses(
+        first_row=0,
         offsets=np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64),
         own=np.ones(len(ROWS), dtype=bool),
         groups=np.arange(len(ROWS)),
@@ -156,8 +156,7 @@ def estimates(scored: Scored, options: dict[str, Any]) -> Estimates:
     params = load_run(ROOT).params.advantages.model_copy(
         update={"kl_coef": 0.05, "missing_eos_penalty": 1.0, "gamma": 0.99, "gae_lambda": 0.95, **options}
     )
-    state = RewardState(kl_coef=None, scores=Moments(count=0, mean=0.0, m2=0.0))
-    return compute(responses, state, params, conventions=CONVENTIONS["trl"], max_new_tokens=WIDTH)[0]
+    return computed(responses, params, conventions="trl", max_new_tokens=WIDTH).estimates
 
 
 def assert_close(ours: Any, theirs: Tensor) -> None:

@@ -11,12 +11,13 @@ from rlhf_core.algorithms.advantages import gae, rewards_to_go
 from rlhf_core.algorithms.conventions import CONVENTIONS
 from rlhf_core.algorithms.kl import kl_estimate
 from rlhf_core.algorithms.mismatch import mismatch
-from rlhf_core.algorithms.off_policy import importance_weights
+from rlhf_core.algorithms.moments import EMPTY, row_moments, summary
+from rlhf_core.algorithms.off_policy import correction_metrics, importance_weights
 from rlhf_core.algorithms.ragged import slotted_offsets, with_slots, without_slots
 from rlhf_core.algorithms.reward_state import Moments, merged
 from rlhf_core.algorithms.rewards import overlong_penalties, token_rewards
 from rlhf_core.algorithms.statistics import explained_variance, sequence_mean, sequence_sums
-from rlhf_core.algorithms.whitening import whiten as any_whiten
+from rlhf_core.algorithms.whitening import whiten as whiten_part
 from tests.iteration import Result, estimated, responses
 from tests.property.strategies import Batch, batches, flat, numbers, offsets, unit
 from tests.reference import oracles
@@ -26,6 +27,12 @@ kl_estimators = st.sampled_from(["k1", "k2", "k3", "absolute"])
 GROUPED = ["rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline"]
 estimators = st.sampled_from(["gae", "reward_minus_value", "reinforce_plus_plus", *GROUPED])
 conventions = st.sampled_from(list(CONVENTIONS))
+
+
+def any_whiten(x: np.ndarray, **keywords: Any) -> np.ndarray:
+    return whiten_part(x, summary(x), **keywords)
+
+
 whiten = partial(any_whiten, variance="population", epsilon="added")
 columns = st.lists(numbers(-5, 5), min_size=2, max_size=30)
 
@@ -202,12 +209,15 @@ def test_importance_weights_are_the_loop(batch: Batch, correction: Any) -> None:
         [p + r / 20 for p, r in zip(*rows, strict=True)] for rows in zip(batch.logprobs, batch.rewards, strict=True)
     ]
     bounds = offsets(near)
-    found, metrics = importance_weights(flat(batch.logprobs), flat(near), bounds, correction=correction, **keywords)
+    found, truncated, rejected = importance_weights(
+        flat(batch.logprobs), flat(near), bounds, correction=correction, **keywords
+    )
     rows = zip(batch.logprobs, near, strict=True)
     expected = [oracles.importance_weights(old, new, correction, 0.5, 2.0) for old, new in rows]
     np.testing.assert_allclose(found, flat(expected), rtol=1e-9)
     zeroed = sum(weight == 0 for row in expected for weight in row)
-    assert metrics["correction/zeroed_fraction"] * found.size == zeroed
+    assert int((found == 0).sum()) == zeroed
+    metrics = correction_metrics(summary(found), zeroed=zeroed, truncated=truncated, rejected=rejected)
     assert 0 <= metrics["correction/ess"] <= 1 + 1e-12
 
 
@@ -228,6 +238,20 @@ def test_merged_moments_are_those_of_everything_at_once(parts: list[list[float]]
     assert moments.count == everything.size
     np.testing.assert_allclose(moments.mean, everything.mean(), **close)
     np.testing.assert_allclose(moments.m2, everything.var() * everything.size, **close)
+
+
+@given(batches(), st.data())
+def test_moments_of_rows_are_those_of_everything_at_once_however_the_rows_are_cut(
+    batch: Batch, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(batch.scores)))
+    parts = [row_moments(flat(rows), offsets(rows)) for rows in (batch.values[:cut], batch.values[cut:])]
+    found = EMPTY.joined(parts[0]).joined(parts[1])
+    assert found == EMPTY.joined(row_moments(flat(batch.values), offsets(batch.values)))
+    everything = flat(batch.values)
+    assert found.count == everything.size
+    np.testing.assert_allclose(found.mean, everything.mean() if everything.size else 0.0, **close)
+    np.testing.assert_allclose(found.std, everything.std() if everything.size else 0.0, rtol=1e-7, atol=1e-7)
 
 
 @given(batches(), st.data())
@@ -306,7 +330,7 @@ def test_mismatch_keeps_its_ranges(batch: Batch) -> None:
 @given(batches(), estimators, conventions)
 def test_inputs_are_left_as_they_are(batch: Batch, estimator: str, convention: str) -> None:
     given_responses = responses(batch.logprobs, batch.ref_logprobs, batch.values, batch.scores, sampler=batch.rewards)
-    arrays = [value for value in vars(given_responses).values() if value is not None]
+    arrays = [value for value in vars(given_responses).values() if isinstance(value, np.ndarray)]
     kept = [array.copy() for array in arrays]
     changes: dict[str, Any] = {**SHAPED, "whiten_rewards": True, "whiten_advantages": True}
     estimated(given_responses, estimator=estimator, conventions=convention, **changes)

@@ -208,17 +208,23 @@ def test_whitening_runs_over_all_shards_and_an_empty_shard_is_harmless() -> None
 
 
 @pytest.mark.parametrize(("estimator", "conventions"), [("gae", "ours"), ("gae", "trl"), ("grpo", "ours")])
-def test_any_cut_into_shards_gives_the_same_numbers(estimator: str, conventions: str) -> None:
+def test_any_cut_into_shards_and_blocks_gives_the_same_numbers(
+    estimator: str, conventions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [*GOLDEN, token("a", 3), response("e", [], [], [], 7.0), token("b", -2, "length")]
-    write_params(conventions=conventions, estimator=estimator, score_scaling="running_std")
+    whiten_rewards = estimator == "gae"
+    write_params(
+        conventions=conventions, estimator=estimator, score_scaling="running_std", whiten_rewards=whiten_rewards
+    )
     columns = {}
-    for cuts in ([0, 5], [0, 1, 5], [0, 2, 3, 3, 5]):
+    for cuts, block in (([0, 5], 2**16), ([0, 5], 2), ([0, 1, 5], 1), ([0, 2, 3, 3, 5], 2**16)):
+        monkeypatch.setattr(stage, "BLOCK", block)
         for path in SCORES.glob("*"):
             path.unlink()
         write_scores(*(rows[a:b] for a, b in itertools.pairwise(cuts)))
         stage.main()
         names = ("importance_weights", "rewards", "advantages", "returns", "bootstrap_return")
-        columns[str(cuts)] = {name: column(name) for name in names}, metrics(), state("1")
+        columns[f"{cuts} {block}"] = {name: column(name) for name in names}, metrics(), state("1")
     first, *others = columns.values()
     assert all(other == first for other in others)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.algorithms.off_policy import importance_weights
+from rlhf_core.algorithms.moments import summary
+from rlhf_core.algorithms.off_policy import correction_metrics, importance_weights
 from rlhf_core.errors import RowMismatch
 
 # Trainer less sampler: [0.1, 1.3, -1, 0], so w = [1.105171, 3.669297, 0.367879, 1]. First response: the first two
@@ -18,10 +19,21 @@ LOGPROBS, SAMPLER = np.array([-1.0, -0.2, -3.0, -0.5]), np.array([-1.1, -1.5, -2
 OFFSETS = np.array([0, 2, 2, 4])
 
 
-def run(correction: Any, low: float = 0.5, high: float = 2.0) -> tuple[np.ndarray, dict[str, Any]]:
-    return importance_weights(
-        SAMPLER, LOGPROBS, OFFSETS, correction=correction, correction_min=low, correction_max=high
+def run(
+    correction: Any,
+    low: float = 0.5,
+    high: float = 2.0,
+    *,
+    sampler: np.ndarray = SAMPLER,
+    logprobs: np.ndarray = LOGPROBS,
+    offsets: np.ndarray = OFFSETS,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Weights, and the metrics of responses that are in memory as one part."""
+    found = importance_weights(
+        sampler, logprobs, offsets, correction=correction, correction_min=low, correction_max=high
     )
+    cut = {"zeroed": int((found.weights == 0).sum()), "truncated": found.truncated, "rejected": found.rejected}
+    return found.weights, correction_metrics(summary(found.weights), **cut)
 
 
 def test_none_is_one_everywhere() -> None:
@@ -65,14 +77,14 @@ def test_reject_sequence_goes_by_the_geometric_mean_of_the_response() -> None:
 
 
 def test_log_ratios_beyond_20_count_as_20() -> None:
-    keywords: dict[str, Any] = {"correction": "truncate", "correction_min": 0.5, "correction_max": 1e12}
-    weights, _ = importance_weights(np.array([-500.0, 0]), np.array([0, -500.0]), np.array([0, 2]), **keywords)
+    far = {"sampler": np.array([-500.0, 0]), "logprobs": np.array([0, -500.0]), "offsets": np.array([0, 2])}
+    weights, _ = run("truncate", high=1e12, **far)
     np.testing.assert_allclose(weights, [np.exp(20), np.exp(-20)], rtol=1e-12)
 
 
 def test_no_tokens_and_offsets_that_do_not_fit() -> None:
-    keywords: dict[str, Any] = {"correction": "reject_sequence", "correction_min": 0.5, "correction_max": 2.0}
-    weights, metrics = importance_weights(np.empty(0), np.empty(0), np.array([0, 0]), **keywords)
+    nothing = {"sampler": np.empty(0), "logprobs": np.empty(0), "offsets": np.array([0, 0])}
+    weights, metrics = run("reject_sequence", **nothing)
     assert weights.size == 0 and metrics["correction/ess"] == 1 and metrics["correction/rejected_responses"] == 0
     with pytest.raises(RowMismatch, match="to the 4 flat values, found 0 to 3"):
-        importance_weights(SAMPLER, LOGPROBS, np.array([0, 3]), **keywords)
+        run("reject_sequence", offsets=np.array([0, 3]))

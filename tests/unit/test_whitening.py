@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.algorithms.whitening import whiten as any_whiten
+from rlhf_core.algorithms.moments import summary
+from rlhf_core.algorithms.whitening import whiten as whiten_part
 from rlhf_core.errors import NumericError
+
+
+def any_whiten(x: np.ndarray, **keywords: Any) -> np.ndarray:
+    return whiten_part(x, summary(x), **keywords)
+
 
 whiten = partial(any_whiten, variance="population", epsilon="added")
 bessel = partial(any_whiten, variance="bessel", epsilon="added")
@@ -114,6 +120,13 @@ def test_a_row_that_was_dropped_leaves_no_trace() -> None:
 def test_a_number_that_is_not_finite_stops_it_by_index(bad: float) -> None:
     with pytest.raises(NumericError, match=f"found {bad} at index 1 of 4"):
         whiten(np.array([2, bad, 4, 6]), shift_mean=True)
+
+
+def test_a_part_is_whitened_by_the_whole_and_a_bad_number_elsewhere_stops_it_too() -> None:
+    whole, rules = summary(np.array([1.0, 2, 6])), {"variance": "population", "epsilon": "added"}
+    np.testing.assert_allclose(whiten_part(np.array([6.0]), whole, shift_mean=True, **rules), [1.388730], atol=5e-7)  # type: ignore[arg-type]
+    with pytest.raises(NumericError, match="found another one in the other responses"):
+        whiten_part(np.array([6.0]), summary(np.array([1.0, np.inf])), shift_mean=True, **rules)  # type: ignore[arg-type]
 
 
 def test_input_is_left_as_it_is() -> None:
