@@ -11,7 +11,7 @@ export DVC_NO_ANALYTICS := 1
 export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup setup-dev demo test mutations parity replay lint format deps
+.PHONY: help setup setup-dev demo test mutations parity replay bench lint format deps
 
 help:
 	@echo "make demo    install, train a small model with PPO through dvc repro, show base against final"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    install, run all tests (real vLLM included)"
 	@echo "make parity  install TRL into a venv of its own, compare its PPO numbers with ours"
 	@echo "make mutations  break the maths line by line; a test must notice each"
+	@echo "make bench   measure speed and memory against bare loops on this machine (docs/performance.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  ruff format"
 	@echo "make replay ITER=2  run an iteration again in a temporary copy and compare every byte"
@@ -48,6 +49,9 @@ mutations: setup-dev
 
 replay: setup
 	rlhf replay "$(ITER)"
+
+bench: setup
+	python -m benchmarks.advantages
 
 lint: setup-dev
 	ruff check .

@@ -9,7 +9,6 @@ reads the same shards and writes them with the same new columns by pyarrow alone
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -170,14 +169,14 @@ def measured_stage(work: Path, tokens: int, repeats: int) -> dict[str, Any]:
     """Run stage and bare reading and writing in turn, and a stage over nothing once for what starting costs."""
     peaks: dict[str, list[int]] = {"stage": [], "bare": []}
 
-    def run(name: str, command: list[str]) -> float:
-        done = measure.child(command, cwd=work)
+    def run(name: str, *command: str) -> float:
+        done = measure.child(*command, cwd=work)
         peaks[name].append(done.peak_bytes)
         return done.seconds
 
     contenders: dict[str, Callable[[], float]] = {
-        "stage": lambda: run("stage", ["-m", "stages.advantages", "1", "0"]),
-        "bare": lambda: run("bare", ["-m", "benchmarks.bare_parquet", str(SCORES), "data/bare"]),
+        "stage": lambda: run("stage", "stages.advantages", "1", "0"),
+        "bare": lambda: run("bare", "benchmarks.bare_parquet", str(SCORES), "data/bare"),
     }
     seconds = measure.interleaved(contenders, repeats)
     return {

@@ -1,6 +1,7 @@
 """Read shards and write them with four more float columns by pyarrow alone: `benchmarks.bare_parquet SOURCE TARGET`.
 
-What benchmarks/advantages.py compares the stage with: no checks, no hashes, no arithmetic, and the same columns in the same encoding.
+What benchmarks/advantages.py compares the stage with: no checks, no hashes, no arithmetic, and the same
+columns in the same encoding.
 """
 
 import sys

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import RlhfError
@@ -79,27 +80,26 @@ def speed(amount: float, seconds: Sequence[float]) -> Spread:
     return spread([amount / value for value in seconds])
 
 
-def child(command: Sequence[str], *, cwd: Path, threads: int | None = None) -> Child:
-    """Run this Python with arguments as a process of its own, which imports this project.
+def child(module: str, *arguments: str, cwd: Path) -> Child:
+    """Run a module as a process of its own, which imports this project.
 
     Args:
-        command: Arguments of Python, such as -m stages.advantages 1 0.
+        module: Such as stages.advantages.
+        arguments: Of its command line.
         cwd: Its directory.
-        threads: Cores and threads that it gets; None = all.
 
     Raises:
         RlhfError: If it fails; it has said why.
     """
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *command], cwd=cwd, env=variables)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RlhfError(f"{' '.join(command)} failed in {cwd}; its message is above")
-    return Child(time.perf_counter() - started, usage.ru_maxrss * 1024)
+    with TemporaryDirectory() as directory:
+        report = Path(directory) / "peak"
+        command = [sys.executable, "-m", "benchmarks.peak", str(report), module, *arguments]
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        seconds = time.perf_counter() - started
+        if done.returncode:
+            raise RlhfError(f"{module} {' '.join(arguments)} failed in {cwd}; its message is above")
+        return Child(seconds, int(report.read_text(encoding="utf-8")))
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -8,17 +8,16 @@ results.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ruamel.yaml import YAML, YAMLError
 
+from benchmarks import measure
 from benchmarks.floors import Pairs, read_pairs, scikit_learn, shorter, wins, words
 from benchmarks.preference_data import FILES, convert
 from rlhf_core.algorithms.statistics import clustered_interval
@@ -169,7 +168,7 @@ def measured(work: Path, *, floor: bool) -> dict[str, Any]:
         "ingest": read_json(work / METRICS / "ingest.json"),
         "params": {group: params[group] for group in ("seed", "compute", "base_model", "ingest", "train_rm")},
         "seconds": read_json(work / "seconds.json") if (work / "seconds.json").exists() else None,
-        "environment": environment(),
+        "environment": measure.environment(),
     }
 
 
@@ -195,24 +194,6 @@ def table(result: dict[str, Any]) -> str:
             cells += [f"{value:+.1%}", f"{low:+.1%} to {high:+.1%}"]
         lines.append(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |")
     return "\n".join(lines)
-
-
-def environment() -> dict[str, Any]:
-    """Return versions and machine, as far as they can change the numbers."""
-    return {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": os.environ.get("OMP_NUM_THREADS", f"all of {os.cpu_count()}"),
-        **{package: installed(package) for package in ("torch", "transformers", "numpy", "scikit-learn")},
-    }
-
-
-def installed(package: str) -> str | None:
-    """Return a package's version; None without it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def read_json(path: Path) -> Any:

@@ -108,9 +108,7 @@ def computed(
     batch: Responses, params: AdvantageParams, *, conventions: str, max_new_tokens: int, state: RewardState = FRESH
 ) -> Result:
     """All that the stage computes, for responses that are in memory as one part."""
-    recipe = Recipe(
-        **params.model_dump(), conventions=CONVENTIONS[conventions], max_new_tokens=max_new_tokens
-    )
+    recipe = Recipe(**params.model_dump(), conventions=CONVENTIONS[conventions], max_new_tokens=max_new_tokens)
     known = known_of(lambda work: [work(batch)], recipe, state)
     found, totals = finished(batch, recipe, known), Totals()
     totals.add(found.moments, found.counts)

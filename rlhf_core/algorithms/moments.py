@@ -10,7 +10,7 @@ from typing import NamedTuple, no_type_check
 import numba
 import numpy as np
 
-from rlhf_core.algorithms.ragged import Lengths, Offsets, PerRow, PerToken, check_offsets, lengths
+from rlhf_core.algorithms.ragged import Lengths, Offsets, PerRow, PerToken, check_offsets
 
 
 class RowMoments(NamedTuple):

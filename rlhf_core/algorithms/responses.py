@@ -61,10 +61,7 @@ class Responses:
     def _rows(self, start: int, stop: int) -> "Responses":
         """Rows start to stop."""
         first, last = self.offsets[start], self.offsets[stop]
-
-        def tokens(values: PerToken | None) -> PerToken | None:
-            return None if values is None else values[first:last]
-
+        tokens = lambda values: None if values is None else values[first:last]
         return Responses(
             first_row=self.first_row + start,
             offsets=self.offsets[start : stop + 1] - first,

@@ -23,7 +23,11 @@ from rlhf_core.errors import NumericError, SchemaMismatch
 
 
 def score_moments(
-    before: Moments, scores: PerRow, *, any_filled: bool, score_scaling: Literal["none", "running_std", "running_mean_std"]
+    before: Moments,
+    scores: PerRow,
+    *,
+    any_filled: bool,
+    score_scaling: Literal["none", "running_std", "running_mean_std"],
 ) -> Moments:
     """Return the moments that scores are scaled with, and that go to the next iteration.
 

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from rlhf_core.algorithms.iteration import Finished
 from rlhf_core.algorithms.ragged import Groups
 from rlhf_core.algorithms.responses import Responses
+from rlhf_core.artifacts.checks import list_lengths
 from rlhf_core.artifacts.shards import ragged, ragged_array
 
 # What advantages are computed from; the others of a shard are carried on.
@@ -37,13 +38,13 @@ def responses_of(table: pa.Table, first_row: int, groups: Groups, iteration: str
         iteration: Whose responses are "own": those whose sample_id begins with it.
     """
     tokens = {
-        name: ragged(table[name])[0]
+        name: _items(table[name])
         for name in ("sampler_logprobs", "logprobs", "ref_logprobs", "full_kl", "values")
         if name in table.column_names
     }
     return Responses(
         first_row=first_row,
-        offsets=ragged(table["logprobs"])[1],
+        offsets=np.concatenate([[0], np.cumsum(list_lengths(table["logprobs"]))]).astype(np.int64),
         own=pc.starts_with(table["sample_id"], f"{iteration}-").to_numpy(),
         groups=groups[first_row : first_row + table.num_rows],
         finished=pc.equal(table["finish_reason"], "stop").to_numpy(),
@@ -86,3 +87,11 @@ def with_estimates(table: pa.Table, offsets: np.ndarray, parts: Sequence[dict[st
         else:
             table = table.append_column(name, ragged_array(values, offsets, pa.float32()))
     return table
+
+
+def _items(column: pa.ChunkedArray) -> np.ndarray:
+    """All list items of a column that was checked; of a single chunk, as nearly all are, a view."""
+    if column.num_chunks == 1:
+        items: np.ndarray = column.chunk(0).flatten().to_numpy()
+        return items
+    return ragged(column)[0]

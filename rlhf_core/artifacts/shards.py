@@ -115,8 +115,8 @@ def write_shard(path: Path, table: pa.Table, schema: pa.Schema, metadata: dict[s
 def encoding(schema: pa.Schema) -> dict[str, Any]:
     """Return how columns are written: lists of numbers split by byte, with neither dictionary nor statistics.
 
-    Numbers of tokens hardly recur, and no query skips tokens by their range. Half the time of pyarrow's default encoding
-    (benchmarks/advantages.py), and a sixth off the size.
+    Numbers of tokens hardly recur, and no query skips tokens by their range. This takes half the time of pyarrow's
+    default encoding, and a sixth off the size (docs/performance.md).
     """
     numbers, others = [], []
     for field in schema:

@@ -1,0 +1,73 @@
+"""benchmarks/: the helper's sums by hand, and every script at a tiny size, so that they stay alive.
+
+Mutations that must fail here: a ratio turned round; the round that warms up counted; the first contender run alone.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import advantages, measure
+from rlhf_core.errors import RlhfError
+
+
+def test_speeds_and_ratios_are_taken_round_by_round() -> None:
+    seconds = {"bare": [1.0, 2.0, 4.0], "ours": [2.0, 2.0, 5.0]}
+    assert measure.ratio(seconds, "bare", "ours") == measure.Spread(0.8, 0.5, 1.0)
+    assert measure.speed(20, seconds["ours"]) == measure.Spread(10.0, 4.0, 10.0)
+    assert measure.spread([3.0, 1.0]).text() == "2 (1 to 3)"
+
+
+def test_contenders_take_turns_and_the_first_round_does_not_count() -> None:
+    calls: list[str] = []
+    found = measure.interleaved({"a": lambda: calls.append("a"), "b": lambda: float(calls.append("b") or 7)}, 2)
+    assert calls == ["a", "b"] * 3
+    assert found["b"] == [7.0, 7.0] and len(found["a"]) == 2 and max(found["a"]) < 1
+
+
+def test_a_child_s_memory_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fill.py").write_text("import sys\nkept = b'1' * int(sys.argv[1])\n1 / len(kept)\n")
+    ballast = b"1" * 2**26
+    small, large = (measure.child("fill", str(size), cwd=tmp_path) for size in (1, 2**26))
+    assert 2**20 < small.peak_bytes < len(ballast)
+    assert 60 * 2**20 < large.peak_bytes - small.peak_bytes < 68 * 2**20
+    with pytest.raises(RlhfError, match=r"fill 0 failed"):
+        measure.child("fill", "0", cwd=tmp_path)
+
+
+def test_a_result_names_where_it_was_measured(tmp_path: Path) -> None:
+    found = measure.read_result(measure.written("name", {"ratio": 0.5}, tmp_path / "result.json"))
+    assert found["benchmark"] == "name" and found["ratio"] == 0.5
+    assert {"cpu", "cores", "threads", "torch", "vllm", "load"} <= set(found["environment"])
+
+
+def run(module: Any, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, work: Path) -> Any:
+    """Run a benchmark in a scratch directory, its children within this process, and return its result."""
+
+    def child(*command: str, cwd: Path) -> measure.Child:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", command)
+        importlib.import_module(command[0]).main()
+        return measure.Child(seconds=1.0, peak_bytes=2**20)
+
+    monkeypatch.setattr(measure, "child", child)
+    result = work / "result.json"
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--work", str(work / "scratch"), "--json", str(result), *arguments])
+    module.main()
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def test_advantages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--responses", "12", "--shard-responses", "5", "--kernel-tokens", "1000", "--mean-length", "10"]
+    found = run(advantages, [*sizes, "--repeats", "1", "--set", "gae_lambda=0.9"], monkeypatch, tmp_path)
+    assert found["stage"]["responses"] == 12 and found["stage"]["tokens"] > 12
+    assert found["stage"]["speed_of_bare_parquet"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found["stage"]["tokens_per_second"]["median"] == found["stage"]["tokens"]
+    assert found["kernel"]["tokens_per_second"]["median"] > 0
+    assert not (tmp_path / "scratch").exists()
+    assert "| stage, peak memory in MiB | 1 |" in capsys.readouterr().out
