@@ -152,26 +152,19 @@ def read_rows(path: Path) -> list[dict[str, list[int]]]:
 
 
 def trl_step(project: Path, rows: Path, dtype: str, arguments: argparse.Namespace) -> Took:
-    """Run TRL twice: sampling by itself, for the step; and on the given responses, for the update."""
+    """Run TRL's step in a process of its own."""
     temperature = YAML(typ="safe").load(project / "params.yaml")["sampling"]["temperature"]
-    found = []
-    for given in (False, True):
-        out = project / "trl.json"
-        command = [str(arguments.python), "-m", "benchmarks.trl_step", "--dtype", dtype, "--rows", str(rows)]
-        command += ["--policy", "data/checkpoints/policy/0", "--reward-model", "data/checkpoints/reward_model"]
-        command += ["--max-new-tokens", str(arguments.max_new_tokens), "--epochs", str(arguments.epochs)]
-        command += ["--temperature", str(temperature), "--out", str(out), *(["--given"] if given else [])]
-        done = subprocess.run(command, cwd=project, env={**os.environ, "PYTHONPATH": str(measure.ROOT)}, check=False)
-        if done.returncode:
-            raise RlhfError(f"{' '.join(command)} failed; its message is above")
-        found.append(measure.read_result(out))
-    step, update = found
-    return Took(
-        step["step_seconds"],
-        update["update_seconds"],
-        step["peak_bytes"],
-        {"generation": step["generation_seconds"], "update": step["update_seconds"]},
-    )
+    out = project / "trl.json"
+    command = [str(arguments.python), "-m", "benchmarks.trl_step", "--dtype", dtype, "--rows", str(rows)]
+    command += ["--policy", "data/checkpoints/policy/0", "--reward-model", "data/checkpoints/reward_model"]
+    command += ["--max-new-tokens", str(arguments.max_new_tokens), "--epochs", str(arguments.epochs)]
+    command += ["--temperature", str(temperature), "--out", str(out)]
+    done = subprocess.run(command, cwd=project, env={**os.environ, "PYTHONPATH": str(measure.ROOT)}, check=False)
+    if done.returncode:
+        raise RlhfError(f"{' '.join(command)} failed; its message is above")
+    took = measure.read_result(out)
+    parts = {"generation": took["generation_seconds"], "update": took["update_seconds"]}
+    return Took(took["step_seconds"], took["update_seconds"], took["peak_bytes"], parts)
 
 
 def tables(took: dict[str, list[Took]], tokens: int) -> str:

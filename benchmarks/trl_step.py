@@ -1,7 +1,7 @@
 """One PPO step of TRL's own PPOTrainer, timed: run by the Python of .venv-parity, see against_trl.py.
 
-Generation, scoring and update are those of PPOTrainer.train(). With --responses, given responses stand where it would
-sample, so that the update is measured on the very batch that ours is.
+Generation, scoring and update are those of PPOTrainer.train(). After it has sampled, given responses take the place of
+what it sampled, so that its update is measured on the very batch that ours is.
 """
 
 import argparse
@@ -29,6 +29,7 @@ class Clock:
     """When TRL generated, and when its update began."""
 
     generation = 0.0  # seconds
+    exchange = 0.0  # seconds that putting the given responses there took, which are none of TRL's
     update_began = 0.0
 
 
@@ -39,13 +40,13 @@ def main() -> None:
     trainer = new_trainer(arguments, [row["prompt_ids"] for row in rows])
     clock = Clock()
     with ExitStack() as stack:
-        for name, replacement in hooks(clock, rows if arguments.given else None, arguments.max_new_tokens).items():
+        for name, replacement in hooks(clock, rows, arguments.max_new_tokens).items():
             stack.enter_context(mock.patch.object(ppo_trainer, name, replacement))
         began = time.perf_counter()
         trainer.train()
         ended = time.perf_counter()
     result = {
-        "step_seconds": ended - began,
+        "step_seconds": ended - began - clock.exchange,
         "generation_seconds": clock.generation,
         "update_seconds": ended - clock.update_began,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -59,7 +60,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--reward-model", type=Path, required=True)
     parser.add_argument("--rows", type=Path, required=True, help="JSONL of prompt_ids and response_ids")
-    parser.add_argument("--given", action="store_true", help="take the responses of --rows instead of sampling")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
@@ -105,8 +105,8 @@ def new_trainer(arguments: argparse.Namespace, prompts: list[list[int]]) -> PPOT
     )
 
 
-def hooks(clock: Clock, given: list[dict[str, list[int]]] | None, width: int) -> dict[str, Any]:
-    """Return what stands for two of TRL's functions: they note the time, and one may hand out given responses."""
+def hooks(clock: Clock, given: list[dict[str, list[int]]], width: int) -> dict[str, Any]:
+    """Return what stands for two of TRL's functions: they note the time, and one hands out the given responses."""
     generate, whiten = ppo_trainer.batch_generation, ppo_trainer.masked_whiten
 
     def without(pad_id: int, ids: list[int]) -> tuple[int, ...]:
@@ -114,20 +114,18 @@ def hooks(clock: Clock, given: list[dict[str, list[int]]] | None, width: int) ->
 
     def batch_generation(model: Any, queries: Tensor, batch: int, pad_id: int, generation: Any) -> Any:
         began = time.perf_counter()
-        if given is None:
-            found = generate(model, queries, batch, pad_id, generation)
-        else:
-            by_prompt = {without(pad_id, row["prompt_ids"]): row["response_ids"] for row in given}
-            rows = [by_prompt[without(pad_id, query)] for query in queries.tolist()]
-            padded = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
-            both = torch.cat([queries, padded], dim=1)
-            logits = [
-                ppo_trainer.forward(model, part, pad_id).logits[:, queries.shape[1] - 1 : -1] / generation.temperature
-                for part in both.split(batch)
-            ]
-            found = both, torch.cat(logits)
-        clock.generation += time.perf_counter() - began
-        return found
+        generate(model, queries, batch, pad_id, generation)
+        generated = time.perf_counter()
+        by_prompt = {without(pad_id, row["prompt_ids"]): row["response_ids"] for row in given}
+        rows = [by_prompt[without(pad_id, query)] for query in queries.tolist()]
+        both = torch.cat([queries, torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])], dim=1)
+        logits = [
+            ppo_trainer.forward(model, part, pad_id).logits[:, queries.shape[1] - 1 : -1] / generation.temperature
+            for part in both.split(MICRO_BATCH)
+        ]
+        clock.generation += generated - began
+        clock.exchange += time.perf_counter() - generated
+        return both, torch.cat(logits)
 
     def masked_whiten(*inputs: Any, **options: Any) -> Tensor:
         found: Tensor = whiten(*inputs, **options)
