@@ -116,7 +116,7 @@ def build(project: Path, arguments: argparse.Namespace, changes: dict[str, dict[
     }
     needed = tuple(name for name in NEEDED if "critic" not in name)
     scratch_project(project, arguments.project, own | changes, needed=needed)
-    measure.child(["-m", "stages.init_critic"], cwd=project)
+    measure.child("stages.init_critic", cwd=project)
 
 
 def iteration(project: Path) -> Took:
@@ -125,12 +125,12 @@ def iteration(project: Path) -> Took:
         shutil.rmtree(project / name, ignore_errors=True)
     times = project / "times.json"
     commands = {
-        "rollout": ["-m", "stages.rollout", "1", "0"],
-        "score": ["-m", "stages.score", "1", "0"],
-        "advantages": ["-m", "stages.advantages", "1", "0"],
-        "ppo_update": ["-m", "benchmarks.timed", str(times), "stages.ppo_update", "1", "0", "--", UPDATE],
+        "rollout": ["stages.rollout", "1", "0"],
+        "score": ["stages.score", "1", "0"],
+        "advantages": ["stages.advantages", "1", "0"],
+        "ppo_update": ["benchmarks.timed", str(times), "stages.ppo_update", "1", "0", "--", UPDATE],
     }
-    ran = {name: measure.child(command, cwd=project) for name, command in commands.items()}
+    ran = {name: measure.child(*command, cwd=project) for name, command in commands.items()}
     return Took(
         sum(one.seconds for one in ran.values()),
         measure.read_result(times)[UPDATE],

@@ -120,9 +120,8 @@ def measured_loop(repeats: int) -> dict[str, Any]:
 def measured_stage(work: Path) -> dict[str, Any]:
     """Run the stage as a process and return its seconds: engine, loop and all else, and the tokens it sampled."""
     times = work / "times.json"
-    done = measure.child(
-        ["-m", "benchmarks.timed", str(times), "stages.rollout", "1", "0", "--", ENGINE, LOOP], cwd=work
-    )
+    command = ("benchmarks.timed", str(times), "stages.rollout", "1", "0", "--", ENGINE, LOOP)
+    done = measure.child(*command, cwd=work)
     took = measure.read_result(times)
     lengths = [len(row["response_ids"]) for row in read_table(work / "data/rollouts/iteration=1").to_pylist()]
     return {
