@@ -52,6 +52,8 @@ replay: setup
 
 bench: setup
 	python -m benchmarks.advantages
+	dvc repro ingest
+	python -m benchmarks.rollout
 
 lint: setup-dev
 	ruff check .

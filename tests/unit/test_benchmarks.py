@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import advantages, measure
-from rlhf_core.errors import RlhfError
+from benchmarks import advantages, against_trl, engine, measure, scratch, timed
+from rlhf_core.config import load_run
+from rlhf_core.errors import ConfigError, RlhfError
 
 
 def test_speeds_and_ratios_are_taken_round_by_round() -> None:
@@ -71,3 +72,44 @@ def test_advantages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyt
     assert found["kernel"]["tokens_per_second"]["median"] > 0
     assert not (tmp_path / "scratch").exists()
     assert "| stage, peak memory in MiB | 1 |" in capsys.readouterr().out
+
+
+def test_a_comparison_with_trl_takes_its_ratios_within_a_round() -> None:
+    took = {
+        name: [against_trl.Took(seconds, update, peak * 2**30, {})]
+        for name, seconds, update, peak in [
+            (next(iter(against_trl.OURS)), 30.0, 10.0, 2),
+            ("TRL, float32", 120.0, 40.0, 8),
+            ("TRL, bfloat16", 60.0, 25.0, 5),
+        ]
+    }
+    ours = next(line for line in against_trl.tables(took, 1000).splitlines() if "shared critic" in line)
+    # 30/120 of the time and 40/10 times the speed of the update; 30/60 and 25/10; 1000 tokens in 10 s.
+    medians = [cell.split()[0] for cell in ours.strip("|").split("|")[1:]]
+    assert medians == ["30", "2.0", "100", "0.25", "4", "0.5", "2.5"]
+
+
+def test_a_setting_of_the_engine_is_a_multiple_of_the_project_s() -> None:
+    ours = [{"tokens_per_second": 100.0, "start_seconds": 9.0}, {"tokens_per_second": 50.0, "start_seconds": 9.0}]
+    runs = [{"tokens_per_second": 150.0, "start_seconds": 5.0}, {"tokens_per_second": 100.0, "start_seconds": 7.0}]
+    found = engine.compared(runs, ours)
+    assert found["speed"] == {"median": 1.75, "low": 1.5, "high": 2.0}
+    assert found["start_seconds"]["median"] == 6.0
+
+
+def test_calls_of_a_timed_function_add_up_and_errors_pass() -> None:
+    seconds = {"a": 1.0}
+    fails = timed.timed(lambda divisor: 1 / divisor, seconds, "a")
+    assert fails(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        fails(0)
+    assert 1.0 < seconds["a"] < 1.5
+
+
+def test_a_scratch_project_reads_a_run_that_is_there_with_parameters_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make demo"):
+        scratch.scratch_project(tmp_path / "work", tmp_path, {}, needed=("data/prompts",))
+    (tmp_path / "data/prompts").mkdir(parents=True)
+    scratch.scratch_project(tmp_path / "work", tmp_path, {"rollout": {"shard_prompts": 3}}, needed=("data/prompts",))
+    assert (tmp_path / "work/data/prompts").resolve() == tmp_path / "data/prompts"
+    assert load_run(tmp_path / "work").params.rollout.shard_prompts == 3
