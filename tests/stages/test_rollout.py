@@ -344,6 +344,8 @@ def test_a_restart_samples_only_what_is_missing(monkeypatch: pytest.MonkeyPatch,
     table = read_table(OUT)
     keys = set(zip(table["prompt_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
     assert table.num_rows == 10 and keys == {(name, index) for name in TRAIN for index in range(2)}
+    # The four that the crash left score 1, the other six 0: 4 / 10, where 4 counted twice would give 8 / 14.
+    assert [name in TRAIN[:2] for name in table["prompt_id"].to_pylist()].count(True) / table.num_rows == 0.4
     # The same bytes as without a crash.
     assert {path.name: path.read_bytes() for path in OUT.iterdir()} == whole
 

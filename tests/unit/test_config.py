@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.utils.serialize import load_yaml
 from pydantic import BaseModel
 
 from rlhf_core import config
@@ -191,7 +192,8 @@ def test_number_that_dvc_writes_for_an_override_is_read(tmp_path: Path) -> None:
 def test_leading_zero_is_decimal(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("seed: 0123\nlr: 1e-5\nkl: 3e-4\nlr2: 1.0e-5\nflag: no\n", encoding="utf-8")
-    assert read_yaml(path) == {"seed": 123, "lr": 1e-05, "kl": 0.0003, "lr2": 1e-05, "flag": "no"}
+    expected = {"seed": 123, "lr": 1e-05, "kl": 0.0003, "lr2": 1e-05, "flag": "no"}
+    assert read_yaml(path) == expected and load_yaml(path) == expected
 
 
 def test_integer_is_accepted_where_a_float_is_meant(tmp_path: Path) -> None:
