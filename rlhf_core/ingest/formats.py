@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.errors import DataError
 
+_RAW = Path("data/raw")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 # Names of a split as data sets write them, and ours.
 SPLITS = {"train": "train", "eval": "eval", "test": "eval", "validation": "eval"}
@@ -94,6 +95,13 @@ def source_hash(source: str, rows: list[Row]) -> str:
 
 
 def _path_rows(path: Path) -> Iterator[Row]:
+    # DVC follows links to files, and data/raw itself, but looks into no linked directory below it.
+    for place in (path, *path.parents):
+        if _RAW in place.parents and place.is_symlink() and place.is_dir():
+            raise DataError(
+                f"{place}: a link to a directory, in which DVC would see no change; link its files one by one, or make"
+                f" {_RAW} itself the link"
+            )
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
     elif path.is_file():

@@ -7,6 +7,7 @@ repeated key; cut an implicit prompt inside a word, or at the first shared turn;
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from decimal import Decimal
@@ -267,6 +268,24 @@ def test_source_that_is_missing_empty_or_of_another_format(tmp_path, name):
     with pytest.raises(DataError) as error:
         values(str(tmp_path / name))
     assert name in str(error.value)
+
+
+def test_linked_directory_in_which_dvc_sees_no_change(tmp_path, monkeypatch):
+    """DVC hashes data/raw without what lies behind a link to a directory: with other rows there it would do nothing."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write(elsewhere / "a.jsonl", b'{"prompt":"a"}\n')
+    (tmp_path / "data/raw").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    Path("data/raw/linked").symlink_to(elsewhere)
+    Path("data/raw/a.jsonl").symlink_to(elsewhere / "a.jsonl")
+    for source in ("data/raw/linked", "data/raw/linked/a.jsonl"):
+        with pytest.raises(DataError, match="data/raw/linked: a link to a directory, in which DVC would see no change"):
+            values(source)
+    assert values("data/raw/a.jsonl") == [{"prompt": "a"}]
+    shutil.rmtree("data/raw")
+    Path("data/raw").symlink_to(elsewhere)
+    assert values("data/raw/a.jsonl") == [{"prompt": "a"}]
 
 
 def test_hash_of_a_file_is_that_of_its_bytes(tmp_path):
