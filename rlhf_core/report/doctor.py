@@ -75,7 +75,9 @@ def disk_check(free: int) -> Check:
     if free < DISK_VERY_LOW * _GIB:
         return Check("disk", "error", f"{text}; one iteration may not fit: free some space")
     if free < DISK_LOW * _GIB:
-        return Check("disk", "warning", f"{text}; each iteration keeps a checkpoint and its optimiser state")
+        return Check(
+            "disk", "warning", f"{text}; each iteration keeps a checkpoint and its optimiser state, until `rlhf prune`"
+        )
     return Check("disk", "ok", text)
 
 
