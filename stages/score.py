@@ -4,17 +4,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from rlhf_core.artifacts.provenance import hash_path
-from rlhf_core.artifacts.shards import read_metadata, read_shard, write_shard
+from rlhf_core.artifacts.shards import read_metadata, read_shard, shard_paths
 from rlhf_core.config import Params, Run, load_run
 from rlhf_core.disk import directory_bytes, require_space
-from rlhf_core.errors import DataError, NumericError, StaleInput
+from rlhf_core.errors import DataError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
+from rlhf_core.reward.measures import check_mismatch, check_rows_are_left, mismatch_report, score_metrics
 from rlhf_core.reward.passes import Passes, numbered
-from rlhf_core.reward.scores import append_scores, score_metrics, with_finite_scores, worst_tokens
+from rlhf_core.reward.scores import write_scores
 from rlhf_core.reward.sources import (
     described_inputs,
     described_models,
@@ -55,26 +54,16 @@ def main() -> None:
     run_passes(passes, policy, critic, params, same_model=metadata["reference"] == metadata["policy"])
 
     rewards = {name: source.weight for name, source in params.rewards.items()}
-    full_kl = params.score.full_kl
-    whole = {
-        name: append_scores(read_shard(path), name, passes, rewards, full_kl=full_kl)
-        for name, path in passes.shards.items()
-    }
-    scored = {name: with_finite_scores(table, rewards) for name, table in whole.items()}
-    dropped = sum(whole[name].num_rows - table.num_rows for name, table in scored.items())
-    check_rows_are_left(iteration, dropped, sum(table.num_rows for table in scored.values()))
-    own = pa.concat_tables([scored[name] for name in numbered(sources[:1])])
-    others = [table for name, table in scored.items() if name not in numbered(sources[:1])]
-    metrics = score_metrics(own, pa.concat_tables(others) if others else None, rewards, dropped=dropped)
-    measured = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("mismatch/")}
-    worst = worst_tokens(own, lambda token_id: token_text(tokenizer, token_id), count=params.score.worst_tokens)
-    write_json(work / "mismatch.json", {"iteration": iteration, **measured, "worst_tokens": worst})
-    check_mismatch(metrics["mismatch/k3"], worst, params, work / "mismatch.json")
-    for name, table in scored.items():
-        write_shard(work / "out" / name, table, table.schema, metadata)
+    full_kl, count = params.score.full_kl, params.score.worst_tokens
+    parts = write_scores(passes, work / "out", metadata, rewards, full_kl=full_kl, worst=count)
+    check_rows_are_left(iteration, parts)
+    own = parts[: len(shard_paths(sources[0]))]
+    report = mismatch_report(own, lambda token_id: token_text(tokenizer, token_id), count=count)
+    write_json(work / "mismatch.json", {"iteration": iteration, **report})
+    check_mismatch(report, params.score.max_mismatch_k3, work / "mismatch.json")
     publish(work / "out", Path(f"data/scores/iteration={iteration}"))
     publish(work / "mismatch.json", Path(f"data/mismatch/{iteration}.json"))
-    write_json(Path(f"data/metrics/score/{iteration}.json"), metrics)
+    write_json(Path(f"data/metrics/score/{iteration}.json"), score_metrics(own, parts[len(own) :], rewards))
 
 
 def rollouts(iteration: str) -> Path:
@@ -107,38 +96,6 @@ def run_passes(passes: Passes, policy: Path, critic: Path, params: Params, *, sa
         if params.score.full_kl:
             passes.full_kl(policy, REFERENCE)
     run_reward_models(passes, reward_models(params.rewards, REWARD_MODEL))
-
-
-def check_rows_are_left(iteration: str, dropped: int, left: int) -> None:
-    """Stop where no response has a score.
-
-    Raises:
-        NumericError: With how many were dropped.
-    """
-    if not left:
-        raise NumericError(
-            f"iteration {iteration}: a source scored each of the {dropped} responses NaN or infinite, so nothing is"
-            " left to train on; look at the sources of `rewards`"
-        )
-
-
-def check_mismatch(k3: float, worst: list[dict[str, Any]], params: Params, measured: Path) -> None:
-    """Stop where sampler and trainer disagree too much about the iteration's own responses.
-
-    Raises:
-        NumericError: With the measure, its bound, the worst responses, and where all measures are.
-    """
-    if k3 <= params.score.max_mismatch_k3:
-        return
-    named = "".join(
-        f"; {token['sample_id']} position {token['position']} ({token['difference']:+.3g} nats)" for token in worst[:3]
-    )
-    raise NumericError(
-        f"sampler and trainer disagree about the sampler's own policy by {k3:.4g} nats a token (mismatch/k3), allowed"
-        f" is score.max_mismatch_k3 = {params.score.max_mismatch_k3}. The worst tokens{named or ': none are listed'};"
-        f" more in {measured}. Likely causes: another temperature or dtype on one side, or weights that one side does"
-        " not load; try sampling.dtype float32 and compute.precision float32"
-    )
 
 
 def described(sources: list[Path], policy: Path, critic: Path, params: Params) -> dict[str, Any]:

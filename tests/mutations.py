@@ -94,11 +94,11 @@ MUTATIONS = [
     ),
     # The score stage.
     Mutation("stages/score.py", "return [chain[-1 - steps] for", "return [chain[-steps] for", SCORE),
-    Mutation("stages/score.py", "for name in numbered(sources[:1])])", "for name in numbered(sources)])", SCORE),
+    Mutation("stages/score.py", "parts[: len(shard_paths(sources[0]))]", "parts[:]", SCORE),
     Mutation("stages/score.py", "if found[name] != expected:", "if False:", SCORE),
-    Mutation("rlhf_core/reward/scores.py", "np.argsort(-np.abs(difference)", "np.argsort(-difference", WORST),
+    Mutation("rlhf_core/reward/measures.py", "np.argsort(-np.abs(difference)", "np.argsort(-difference", WORST),
     Mutation(
-        "rlhf_core/reward/scores.py",
+        "rlhf_core/reward/measures.py",
         "np.subtract(sampler_logprobs, logprobs, dtype",
         "np.subtract(logprobs, sampler_logprobs, dtype",
         WORST,

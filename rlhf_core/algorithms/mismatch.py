@@ -3,6 +3,9 @@
 Left out: what to do about it. The score stage measures and stops above a bound.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from rlhf_core.algorithms.kl import LOG_RATIO_CAP, kl_estimate
@@ -10,6 +13,7 @@ from rlhf_core.algorithms.ragged import PerToken, check_same_size
 
 # Of the share reported as clip_fraction. A fixed yardstick, not the clip range of the update, so that runs compare.
 CLIP_RANGE = 0.2
+_SUMS = ("tokens", "k1", "k3", "abs", "clipped", "weights", "squared_weights")
 
 
 def mismatch(sampler_logprobs: PerToken, logprobs: PerToken) -> dict[str, float]:
@@ -35,16 +39,52 @@ def mismatch(sampler_logprobs: PerToken, logprobs: PerToken) -> dict[str, float]
 
     Source: ess: Kong 1992, "A note on importance sampling using standardized weights", as a share of N.
     """
+    return mismatch_of([mismatch_sums(sampler_logprobs, logprobs)])
+
+
+def mismatch_sums(sampler_logprobs: PerToken, logprobs: PerToken) -> dict[str, float]:
+    """Return what `mismatch` of these and other tokens together is made of, in a few numbers.
+
+    Args:
+        sampler_logprobs: [N], nats, of some of the tokens.
+        logprobs: [N], nats, of the same.
+
+    Returns:
+        Sums over the tokens, and the largest |d|; what mismatch_of takes.
+
+    Raises:
+        RowMismatch: If the lengths differ.
+    """
     check_same_size(sampler_logprobs=sampler_logprobs, logprobs=logprobs)
-    if logprobs.size == 0:
-        return {"k1": 0.0, "k3": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "clip_fraction": 0.0, "ess": 1.0}
     d = kl_estimate(sampler_logprobs, logprobs, estimator="k1")
     weights = np.exp(np.clip(-d, -LOG_RATIO_CAP, LOG_RATIO_CAP))
     return {
-        "k1": float(d.mean()),
-        "k3": float(kl_estimate(sampler_logprobs, logprobs, estimator="k3").mean()),
-        "mean_abs": float(np.abs(d).mean()),
-        "max_abs": float(np.abs(d).max()),
-        "clip_fraction": float(np.mean(np.abs(weights - 1) > CLIP_RANGE)),
-        "ess": float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())),
+        "tokens": float(d.size),
+        "k1": float(d.sum()),
+        "k3": float(kl_estimate(sampler_logprobs, logprobs, estimator="k3").sum()),
+        "abs": float(np.abs(d).sum()),
+        "max_abs": float(np.abs(d).max(initial=0.0)),
+        "clipped": float(np.sum(np.abs(weights - 1) > CLIP_RANGE)),
+        "weights": float(weights.sum()),
+        "squared_weights": float(np.square(weights).sum()),
+    }
+
+
+def mismatch_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return `mismatch` over the tokens of all parts.
+
+    Args:
+        parts: From mismatch_sums; none is the same as no tokens.
+    """
+    totals = {name: math.fsum(part[name] for part in parts) for name in _SUMS}
+    tokens = totals["tokens"]
+    if not tokens:
+        return {"k1": 0.0, "k3": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "clip_fraction": 0.0, "ess": 1.0}
+    return {
+        "k1": totals["k1"] / tokens,
+        "k3": totals["k3"] / tokens,
+        "mean_abs": totals["abs"] / tokens,
+        "max_abs": max(part["max_abs"] for part in parts),
+        "clip_fraction": totals["clipped"] / tokens,
+        "ess": totals["weights"] ** 2 / (tokens * totals["squared_weights"]),
     }

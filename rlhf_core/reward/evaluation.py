@@ -9,8 +9,9 @@ import pyarrow.compute as pc
 from rlhf_core.algorithms.statistics import mean_and_std, sequence_mean
 from rlhf_core.artifacts.schema import evaluations_schema, score_column
 from rlhf_core.artifacts.shards import ragged, ragged_array
+from rlhf_core.reward.measures import source_metrics
 from rlhf_core.reward.passes import Passes
-from rlhf_core.reward.scores import source_columns, source_metrics
+from rlhf_core.reward.scores import source_columns
 
 PROXY = "reward_model_score"  # pass and column of the trained reward model
 

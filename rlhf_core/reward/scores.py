@@ -1,19 +1,41 @@
-"""The columns that the score stage appends, their weighted sum, and its metrics."""
+"""The columns that the score stage appends, and their weighted sum."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.algorithms.mismatch import mismatch
-from rlhf_core.algorithms.statistics import mean_and_std, sequence_mean
 from rlhf_core.artifacts.schema import outcome_column, score_column, scores_schema
-from rlhf_core.artifacts.shards import ragged, ragged_array
+from rlhf_core.artifacts.shards import ragged, ragged_array, read_shard, write_shard
+from rlhf_core.reward.measures import Measures, measures
 from rlhf_core.reward.passes import Passes
 
 logger = logging.getLogger("rlhf")
+
+
+def write_scores(
+    passes: Passes, out: Path, metadata: Mapping[str, Any], rewards: Mapping[str, float], *, full_kl: bool, worst: int
+) -> list[Measures]:
+    """Write every shard with its new columns and return what was measured of each, one shard in memory at a time.
+
+    Args:
+        passes: After they ran.
+        out: Directory of the new shards.
+        metadata: Theirs.
+        rewards: Weight of each source.
+        full_kl: Whether the column is wanted.
+        worst: As for measures.
+    """
+    found = []
+    for name, path in passes.shards.items():
+        whole = append_scores(read_shard(path), name, passes, rewards, full_kl=full_kl)
+        table = with_finite_scores(whole, rewards)
+        write_shard(out / name, table, table.schema, metadata)
+        found.append(measures(table, rewards, dropped=whole.num_rows - table.num_rows, worst=worst))
+    return found
 
 
 def append_scores(
@@ -87,87 +109,3 @@ def with_finite_scores(table: pa.Table, rewards: Iterable[str]) -> pa.Table:
             logger.warning("the score of sample %s by source %s is not finite; it is dropped", sample_id, source)
         keep &= ~bad
     return table.filter(pa.array(keep))
-
-
-def score_metrics(
-    own: pa.Table, replayed: pa.Table | None, rewards: Mapping[str, float], *, dropped: int
-) -> dict[str, float]:
-    """Return the metrics of data/metrics/score, names and equations as in docs/metrics.md.
-
-    Args:
-        own: The iteration's own rows, as append_scores returned them. Without any, what is a mean over them is missing.
-        replayed: The rows of earlier iterations, or None where none are replayed.
-        rewards: Weight of each source.
-        dropped: Rows of both that with_finite_scores left out.
-    """
-    logprobs, offsets = ragged(own["logprobs"])
-    sampler_logprobs, _ = ragged(own["sampler_logprobs"])
-    metrics: dict[str, float] = {
-        "score/responses": own.num_rows,
-        "dropped/nonfinite_score": dropped,
-        "val/num_eos_tokens": int(np.sum(own["finish_reason"].to_numpy(zero_copy_only=False) == "stop")),
-    }
-    metrics |= {f"mismatch/{name}": value for name, value in mismatch(sampler_logprobs, logprobs).items()}
-    if own.num_rows:
-        ref_logprobs, _ = ragged(own["ref_logprobs"])
-        metrics["objective/kl"] = sequence_mean(logprobs.astype(np.float64) - ref_logprobs, offsets)
-        metrics["objective/entropy"] = sequence_mean(-logprobs.astype(np.float64), offsets)
-        metrics["objective/scores"], metrics["objective/scores_std"] = mean_and_std(own["score"].to_numpy())
-        metrics |= source_metrics(own, rewards, "score/")
-        if "full_kl" in own.column_names:
-            metrics["objective/full_kl"] = sequence_mean(ragged(own["full_kl"])[0], offsets)
-    if replayed is not None:
-        measured = mismatch(ragged(replayed["sampler_logprobs"])[0], ragged(replayed["logprobs"])[0])
-        metrics["replay/responses"] = replayed.num_rows
-        metrics |= {f"replay/{name}": measured[name] for name in ("k3", "ess")}
-    return metrics
-
-
-def source_metrics(table: pa.Table, sources: Iterable[str], prefix: str) -> dict[str, float]:
-    """Return mean and deviation of each source's scores, and how often its programs ended in which way.
-
-    Args:
-        table: At least one row, with the columns of source_columns.
-        sources: Their names.
-        prefix: Of the metrics' names, before the source's.
-    """
-    metrics: dict[str, float] = {}
-    for source in sources:
-        mean, std = mean_and_std(table[score_column(source)].to_numpy())
-        metrics |= {f"{prefix}{source}_mean": mean, f"{prefix}{source}_std": std}
-        if outcome_column(source) in table.column_names:
-            ended = Counter(table[outcome_column(source)].to_pylist())
-            metrics |= {f"{prefix}{source}_{kind}": count for kind, count in sorted(ended.items())}
-    return metrics
-
-
-def worst_tokens(own: pa.Table, decode: Callable[[int], str], *, count: int) -> list[dict[str, str | int | float]]:
-    """Return the tokens on which sampler and trainer disagree most, the largest |difference| first.
-
-    Args:
-        own: The iteration's own rows, as append_scores returned them.
-        decode: From a token id to its text.
-        count: Tokens at most. Of equal differences the token that comes first in the rows comes first.
-
-    Returns:
-        sample_id, position (0 = first response token), token_id, token, sampler_logprob, logprob (nats), and
-        difference = sampler_logprob - logprob.
-    """
-    logprobs, offsets = ragged(own["logprobs"])
-    sampler_logprobs, _ = ragged(own["sampler_logprobs"])
-    token_ids, _ = ragged(own["response_ids"])
-    difference = np.subtract(sampler_logprobs, logprobs, dtype=np.float64)
-    worst = np.argsort(-np.abs(difference), kind="stable")[:count]
-    rows = np.searchsorted(offsets, worst, side="right") - 1
-    return [
-        {
-            "sample_id": own["sample_id"][int(row)].as_py(),
-            "position": int(token - offsets[row]),
-            "token_id": int(token_ids[token]),
-            "token": decode(int(token_ids[token])),
-            "sampler_logprob": float(sampler_logprobs[token]),
-            "logprob": float(logprobs[token]),
-            "difference": float(difference[token]),
-        }
-        for token, row in zip(worst, rows, strict=True)
-    ]
