@@ -9,6 +9,7 @@ last quarter, which tells growth from a plateau.
 """
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -55,7 +56,7 @@ def long_responses(count: int = 16) -> None:
     """Responses of 10,000 tokens, two a shard, to the new policy."""
     made_run()
     tiny_run.change("sampling", max_new_tokens=10_000, max_model_len=16_384)
-    tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=4)
+    tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=2)
     write(count, tokens=10_000, shard_prompts=1)
     for stage in (score, advantages, ppo_update):
         with watched(stage.__name__, responses=count):
@@ -65,12 +66,12 @@ def long_responses(count: int = 16) -> None:
 def many_iterations(count: int = 1_000) -> None:
     """What a long run leaves behind, looked at."""
     grown_run(Path("."), count)
-    for arguments in (["summary"], ["inspect", "data/evaluations", "--sort", "-score_judge", "--limit", "3"]):
-        with watched("rlhf " + " ".join(arguments), iterations=count), contextlib.redirect_stdout(None):
-            app(arguments, standalone_mode=False)
     with watched("stages.report", iterations=count):
         report.main()
-    print(json.dumps({"page_mib": round(Path("data/report/index.html").stat().st_size / 2**20, 2)}))
+    print(json.dumps({"page_mib": round(Path("data/report/index.html").stat().st_size / 2**20, 2)}), flush=True)
+    for arguments in (["summary"], ["inspect", "data/evaluations", "--sort", "-score", "--limit", "3"]):
+        with watched("rlhf " + " ".join(arguments), iterations=count), contextlib.redirect_stdout(io.StringIO()):
+            app(arguments, standalone_mode=False)
 
 
 def made_run() -> None:
@@ -78,6 +79,7 @@ def made_run() -> None:
     tiny_run.build(save_tiny(Path("model").resolve()))
     tiny_run.set_rewards(rule={"kind": "regex", "pattern": "a", "match": "search"})
     tiny_run.change("compute", max_batch_tokens=20_000)
+    tiny_run.change("score", max_mismatch_k3=1e9)  # the sampler below throws dice
 
 
 class Dice:
@@ -147,7 +149,7 @@ def watched(step: str, **facts: int) -> Iterator[None]:
     quarter = max(len(samples) // 4, 1)
     memory = {"before": samples[0], "first_quarter": max(samples[:quarter]), "last_quarter": max(samples[-quarter:])}
     seconds = round(time.monotonic() - start, 1)
-    print(json.dumps({"step": step, **facts, "seconds": seconds, "memory_mib": memory}), file=sys.stderr, flush=True)
+    print(json.dumps({"step": step, **facts, "seconds": seconds, "memory_mib": memory}), flush=True)
 
 
 def resident() -> int:
