@@ -1,6 +1,6 @@
 """More than a run usually has: `python -m benchmarks.load {responses,long,iterations} [COUNT]`.
 
-responses   100,000 of up to 32 tokens through rollout's writer, score (tiny model, one rule) and advantages
+responses   100,000 of 16 to 32 tokens through rollout's writer, score (tiny model, one rule) and advantages
 long        16 responses of 10,000 tokens through score, advantages and ppo_update (tiny model)
 iterations  metrics and evaluations of 1,000 iterations through `rlhf summary`, `rlhf inspect` and the report
 
@@ -46,7 +46,7 @@ def many_responses(count: int = 100_000) -> None:
     """Short responses by the number, from the sampler's hand to advantages."""
     made_run()
     with watched("rollout's writer", responses=count):
-        write(count, tokens=32, shard_prompts=64)
+        write(count, shortest=16, longest=32, shard_prompts=64)
     for stage in (score, advantages):
         with watched(stage.__name__, responses=count):
             run(stage)
@@ -57,7 +57,7 @@ def long_responses(count: int = 16) -> None:
     made_run()
     tiny_run.change("sampling", max_new_tokens=10_000, max_model_len=16_384)
     tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=2)
-    write(count, tokens=10_000, shard_prompts=1)
+    write(count, shortest=10_000, longest=10_000, shard_prompts=1)
     for stage in (score, advantages, ppo_update):
         with watched(stage.__name__, responses=count):
             run(stage)
@@ -85,8 +85,8 @@ def made_run() -> None:
 class Dice:
     """A sampler that throws dice: ids of plain bytes, a plausible logprob, and a stop in half of the responses."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
 
     def sample(self, prompt_ids: list[list[int]], *, n: int, seed: int, **_: Any) -> list[list[Sample | None]]:
         """Return n responses to each prompt."""
@@ -94,21 +94,21 @@ class Dice:
         return [[self._one(dice) for _ in range(n)] for _ in prompt_ids]
 
     def _one(self, dice: np.random.Generator) -> Sample:
-        length = int(dice.integers(self.tokens // 2, self.tokens))
-        ids, stop = dice.integers(10, 250, length).tolist(), bool(dice.integers(2))
-        return Sample([*ids, 2] if stop else ids, [-5.0] * (length + stop), "stop" if stop else "length")
+        ids = dice.integers(10, 250, dice.integers(self.shortest, self.longest, endpoint=True)).tolist()
+        stop = bool(dice.integers(2))
+        return Sample([*ids[:-1], 2] if stop else ids, [-5.0] * len(ids), "stop" if stop else "length")
 
 
-def write(count: int, *, tokens: int, shard_prompts: int) -> None:
+def write(count: int, *, shortest: int, longest: int, shard_prompts: int) -> None:
     """Write responses as rollout does, two to a prompt."""
     metadata = read_metadata(ROLLOUTS)
     shutil.rmtree(ROLLOUTS)
     prompts = [Prompt(f"p{index}", "p", tiny_run.PROMPT, None) for index in range(count // 2)]
     shards = [prompts[start : start + shard_prompts] for start in range(0, len(prompts), shard_prompts)]
     sample_shards(
-        Dice(tokens), ROLLOUTS, shards, range(len(shards)), lambda ids: "a" * len(ids), iteration="1", seed=0, n=2,
-        temperature=0.7, max_new_tokens=tokens, eos_ids=metadata["eos_ids"],
-        metadata={**metadata, "sampling": {"max_new_tokens": tokens}},
+        Dice(shortest, longest), ROLLOUTS, shards, range(len(shards)), lambda ids: "a" * len(ids), iteration="1",
+        seed=0, n=2, temperature=0.7, max_new_tokens=longest, eos_ids=metadata["eos_ids"],
+        metadata={**metadata, "sampling": {"max_new_tokens": longest}},
     )  # fmt: skip
 
 

@@ -124,10 +124,10 @@ def plot(rows: list[dict[str, Any]]) -> str:
         x, y = (WIDTH + 20) * (index % 2), (HEIGHT + 24) * (index // 2)
         chart = line_chart(labels, series, x_title="iteration", y_title=title, band=(0, None))
         size = f'<svg x="{x}" y="{y + 20}" width="{WIDTH}" height="{HEIGHT}" class="chart"'
-        parts.append(Markup(chart.replace('<svg class="chart"', size, 1)))
+        parts.append(Markup(str(chart).replace('<svg class="chart"', size, 1)))
         for at, one in enumerate(series):
             parts.append(
-                Markup('<text class="l{}" x="{}" y="{}">{}</text>').format(at, x + 56 + 62 * at, y + 14, one.label)
+                Markup('<text class="l{}" x="{}" y="{}">{}</text>').format(at, x + 56 + 72 * at, y + 14, one.label)
             )
     width, height = 2 * WIDTH + 20, 2 * (HEIGHT + 24)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import advantages, against_trl, engine, measure, scratch, timed
+from benchmarks import advantages, against_trl, engine, load, measure, scratch, soak, timed
 from rlhf_core.config import load_run
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -113,3 +114,25 @@ def test_a_scratch_project_reads_a_run_that_is_there_with_parameters_of_its_own(
     scratch.scratch_project(tmp_path / "work", tmp_path, {"rollout": {"shard_prompts": 3}}, needed=("data/prompts",))
     assert (tmp_path / "work/data/prompts").resolve() == tmp_path / "data/prompts"
     assert load_run(tmp_path / "work").params.rollout.shard_prompts == 3
+
+
+@pytest.mark.parametrize("name, steps", [("responses", 3), ("iterations", 3)])
+def test_load(name: str, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["load", name, "10"])
+    load.main()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    found = [row for row in told if "step" in row]
+    assert len(found) == steps and all(row[name] == 10 and row["memory_mib"]["before"] > 0 for row in found)
+
+
+def test_soak_draws_what_it_measured() -> None:
+    row = {"seconds": 9.0, "stage_seconds": 8.0, "disk_kib": 5, "memory_mib": {"dvc": 70}, "open_files": {"dvc": 9}}
+    page = ElementTree.fromstring(soak.plot([{"iteration": 1, **row}, {"iteration": 2, **row, "seconds": 11.0}]))
+    assert len(page.findall("{*}svg")) == 4
+    assert {"9", "11"} <= {"".join(title.itertext()).split()[-1] for title in page.findall(".//{*}title")}
+
+
+def test_soak_counts_linked_files_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    assert soak.bytes_below(tmp_path) == 3
