@@ -8,7 +8,9 @@ import pytest
 from tests.meta.project import ROOT
 
 PAGE = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| Promise")]
+ROWS = [
+    row for table in PAGE.split("| Promise | Test |\n|---|---|\n")[1:] for row in table.split("\n\n")[0].splitlines()
+]
 TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
