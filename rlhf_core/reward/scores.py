@@ -17,7 +17,7 @@ logger = logging.getLogger("rlhf")
 
 
 def write_scores(
-    passes: Passes, out: Path, metadata: Mapping[str, Any], rewards: Mapping[str, float], *, full_kl: bool, worst: int
+    passes: Passes, out: Path, metadata: dict[str, Any], rewards: Mapping[str, float], *, full_kl: bool, worst: int
 ) -> list[Measures]:
     """Write every shard with its new columns and return what was measured of each, one shard in memory at a time.
 
