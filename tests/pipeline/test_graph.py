@@ -50,9 +50,9 @@ def test_status_is_clean_after_it(first: tuple[Repro, dict[str, str]], project: 
 
 def test_a_replay_of_the_iteration_gives_the_same_bytes(first: tuple[Repro, dict[str, str]], project: Path) -> None:
     before = hashes(project, "data")
-    stages = "rollout,score,advantages,ppo_update"  # evaluate samples as rollout does
+    stages = "rollout,ppo_update"  # those with a random choice in them; evaluate samples as rollout does
     told = run(project, sys.executable, "-m", "rlhf_core.cli", "replay", "1", "--stages", stages).stdout
-    assert told.count("the same bytes") == 4
+    assert told.count("the same bytes") == 2
     assert "environment" not in told  # recorded by the first run, and still the same
     assert hashes(project, "data") == before
 
