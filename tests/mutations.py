@@ -24,6 +24,7 @@ WHITENING = ("tests/unit/test_whitening.py",)
 WEIGHTS = ("tests/unit/test_off_policy.py",)
 ADVANTAGES = ("tests/stages/test_advantages.py",)
 FORWARD = ("tests/unit/test_forward.py",)
+HEAD = ("tests/unit/test_head.py",)
 CRITIC = ("tests/stages/test_critic.py",)
 SCORE = ("tests/stages/test_score.py",)
 WORST = ("tests/stages/test_score.py::test_the_worst_tokens_are_listed_by_size",)
@@ -65,7 +66,10 @@ MUTATIONS = [
         "ends.append(place * width + total - 2)",
         FORWARD,
     ),
-    Mutation("rlhf_core/models/forward.py", "else logits / temperature", "else logits * temperature", FORWARD),
+    Mutation("rlhf_core/models/head.py", "else logits.div_(temperature)", "else logits.mul_(temperature)", FORWARD),
+    Mutation("rlhf_core/models/head.py", "dz.div_(ctx.temperature)", "pass", HEAD),
+    Mutation("rlhf_core/models/head.py", "dz.add_(entropy[part, None]).mul_(e)", "dz.mul_(e)", HEAD),
+    Mutation("rlhf_core/models/head.py", "d_weight.addmm_(dz.T,", "d_weight.copy_(dz.T @", HEAD),
     # The full KL.
     Mutation(
         "rlhf_core/models/forward.py",

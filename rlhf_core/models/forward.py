@@ -1,7 +1,6 @@
 """Forward passes: logprobs, entropy and values of response tokens, and scores of whole responses.
 
-Logits exist only for positions that predict a response token, and only `logits_chunk_tokens` of them at once; in
-training each chunk is recomputed in the backward pass instead of kept.
+Logits exist only for positions that predict a response token, and only `logits_chunk_tokens` of them at once (head.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batching import Batch, collate
 from rlhf_core.models.critic import Critic
+from rlhf_core.models.head import chunk_logits, head_statistics
 from rlhf_core.models.memory import TokenBudget, in_batches
-
-# Stands for a logit of -inf, with which a head's bias may forbid a token: 0 * -1e30 is 0 in entropy and gradients,
-# where 0 * -inf would be no number.
-_FORBIDDEN = -1e30
 
 
 @dataclass(frozen=True)
@@ -68,17 +63,14 @@ def token_outputs(
     with autocast(batch.input_ids.device, precision):
         states = _hidden_states(model, batch).flatten(0, 1)
         hidden = states.index_select(0, batch.predictors)
-        pieces = []
-        for start in range(0, len(batch.targets), logits_chunk_tokens):
-            part = slice(start, start + logits_chunk_tokens)
-            arguments = (hidden[part], head.weight, head.bias, batch.targets[part], temperature)
-            if torch.is_grad_enabled():
-                pieces.append(checkpoint(_chunk_statistics, *arguments, use_reentrant=False))
-            else:
-                pieces.append(_chunk_statistics(*arguments))
-    empty = hidden.new_zeros(0, dtype=torch.float32)
-    logprobs = torch.cat([piece[0] for piece in pieces]) if pieces else empty
-    entropy = torch.cat([piece[1] for piece in pieces]) if pieces else empty
+        logprobs, entropy = head_statistics(
+            hidden,
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=temperature,
+            logits_chunk_tokens=logits_chunk_tokens,
+        )
     if critic is None:
         return TokenOutputs(logprobs, entropy, None, None)
     values, bootstrap_values = critic_values(critic, batch, states, precision=precision)
@@ -113,31 +105,6 @@ def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """
     output = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     return output.last_hidden_state
-
-
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Logits [n, V] over the temperature, float32, of one chunk of states [n, H]; the only place where they are made.
-
-    The product is in float32 even under autocast: logits near 20 rounded to bfloat16 are off by up to 0.06 nats, and
-    differently so for each batch composition, which halves the use of a ratio. Measured cost: 6 to 10 % of a pass.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _chunk_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropy [n] of one chunk of states [n, H]."""
-    logits = _chunk_logits(hidden, weight, bias, temperature)
-    normaliser = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    if bias is not None:
-        logits = logits.clamp(min=_FORBIDDEN)
-    # sum_v p log p = sum_v p logit - logsumexp, without a second tensor of log-probabilities.
-    entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(-1)
-    return logprobs, entropy
 
 
 def full_kl(
@@ -175,7 +142,7 @@ def full_kl(
     for start in range(0, len(batch.targets), rows):
         part = slice(start, start + rows)
         log_p, log_q = (
-            torch.log_softmax(_chunk_logits(states[part], head.weight, head.bias, temperature), dim=-1)
+            torch.log_softmax(chunk_logits(states[part], head.weight, head.bias, temperature), dim=-1)
             for states, head in zip(hidden, heads, strict=True)
         )
         pieces.append(_kl_of_rows(log_p, log_q))

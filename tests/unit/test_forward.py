@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSeque
 from rlhf_core.models.batching import collate, token_budget_batches
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import _kl_of_rows, for_all_rows, full_kl, sequence_scores, token_outputs
+from rlhf_core.models.head import head_statistics
 from rlhf_core.models.memory import TokenBudget
 from tests.tiny import tiny_model
 
@@ -61,10 +62,10 @@ def test_values_and_logprobs_are_those_of_the_state_before_each_token(monkeypatc
     nn.init.zeros_(identity.bias)
     from rlhf_core.models import forward
 
-    def chunk(hidden, weight, bias, targets, temperature):
+    def statistics(hidden, weight, bias, targets, **_):
         return -(hidden[:, 0] - 9) / 10, torch.zeros(len(targets))  # row p -> -(p + 1) / 10
 
-    monkeypatch.setattr(forward, "_chunk_statistics", chunk)
+    monkeypatch.setattr(forward, "head_statistics", statistics)
     found = outputs(PositionModel(30), [[11, 12, 13], [11, 12]], [[21, 22], []], head=identity)
     assert found.values.tolist() == [12.0, 13.0]
     assert found.bootstrap_values.tolist() == [14.0, 11.0]
@@ -101,22 +102,22 @@ def test_logprobs_and_entropy_equal_log_softmax_of_the_whole_model():
 
 def test_temperature_divides_the_logits():
     # logits [2, 1, 0], token 1: log softmax is -1.407606 at temperature 1 and -2.142932 at 0.5.
-    from rlhf_core.models.forward import _chunk_statistics
-
     hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [0.0]])
     for temperature, expected in ((1.0, -1.407606), (0.5, -2.142932)):
-        logprobs, _ = _chunk_statistics(hidden, weight, None, torch.tensor([1]), temperature)
+        logprobs, _ = head_statistics(
+            hidden, weight, None, torch.tensor([1]), temperature=temperature, logits_chunk_tokens=4
+        )
         assert logprobs.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_token_that_the_head_forbids_adds_nothing_and_leaves_the_gradients_finite():
     # Logits [log 3, 0, -inf], as of a vocabulary padded with a bias of -inf: p = [3/4, 1/4, 0], entropy
     # log 4 - 3/4 log 3 = .562335, and d entropy / d logit = -p (log p + entropy) = [-.205990, .205990, 0].
-    from rlhf_core.models.forward import _chunk_statistics
-
     bias = torch.tensor([np.log(3), 0.0, -np.inf], dtype=torch.float32, requires_grad=True)
     hidden, targets = torch.zeros(3, 2), torch.tensor([0, 1, 2])
-    logprobs, entropy = _chunk_statistics(hidden, torch.zeros(3, 2), bias, targets, 1.0)
+    logprobs, entropy = head_statistics(
+        hidden, torch.zeros(3, 2), bias, targets, temperature=1.0, logits_chunk_tokens=2
+    )
     # A forbidden token that was sampled all the same keeps the -inf that shows it.
     assert logprobs.tolist() == pytest.approx([np.log(0.75), np.log(0.25), -np.inf], abs=1e-6)
     assert entropy.tolist() == pytest.approx([0.562335] * 3, abs=1e-6)
