@@ -52,6 +52,8 @@ replay: setup
 
 bench: setup
 	python -m benchmarks.advantages
+	python -m benchmarks.score
+	python -m benchmarks.ppo_update
 	dvc repro ingest
 	python -m benchmarks.rollout
 

@@ -17,6 +17,7 @@ from rlhf_core.disk import require_space
 from rlhf_core.errors import StaleInput
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.loading import load_causal_lm, save_like, tensor_bytes, torch_device
+from rlhf_core.models.memory import keep_freed_memory
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
 from rlhf_core.stage import publish, run_stage, work_directory, write_json
@@ -165,4 +166,5 @@ def write_steps(path: Path, log: list[dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     run_stage("ppo_update@" + sys.argv[1], main)

@@ -10,6 +10,7 @@ from rlhf_core.config import Params, Run, load_run
 from rlhf_core.disk import directory_bytes, require_space
 from rlhf_core.errors import DataError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
+from rlhf_core.models.memory import keep_freed_memory
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id, token_text
 from rlhf_core.reward.measures import check_mismatch, check_rows_are_left, mismatch_report, score_metrics
 from rlhf_core.reward.passes import Passes, numbered
@@ -142,4 +143,5 @@ def check_replayed(source: Path, own: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     run_stage("score@" + sys.argv[1], main)

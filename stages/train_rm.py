@@ -23,6 +23,7 @@ from rlhf_core.models.loading import (
     tensor_bytes,
     torch_device,
 )
+from rlhf_core.models.memory import keep_freed_memory
 from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
 from rlhf_core.seeding import derive_seed
@@ -227,4 +228,5 @@ def no_reward_model(work: Path) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     run_stage("train_rm", main)

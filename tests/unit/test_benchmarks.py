@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import advantages, against_trl, engine, load, measure, scratch, soak, timed
+from benchmarks import advantages, against_trl, engine, gpu, load, measure, ppo_update, score, scratch, soak, timed
 from rlhf_core.config import load_run
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -53,7 +53,7 @@ def run(module: Any, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, 
 
     def child(*command: str, cwd: Path) -> measure.Child:
         monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(sys, "argv", list(command))
         importlib.import_module(command[0]).main()
         return measure.Child(seconds=1.0, peak_bytes=2**20)
 
@@ -136,3 +136,27 @@ def test_soak_counts_linked_files_once(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
     (tmp_path / "b").hardlink_to(tmp_path / "a")
     assert soak.bytes_below(tmp_path) == 3
+
+
+SMALL = ["--responses", "6", "--prompt-tokens", "4", "--max-new-tokens", "9", "--logits-chunk-tokens", "4"]
+
+
+@pytest.mark.parametrize("module, ours", [(ppo_update, "loop"), (score, "passes")])
+def test_model_passes(
+    module: Any, ours: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_dir: Path, caplog: Any
+) -> None:
+    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # tests go on after it
+    found = run(module, [*SMALL, "--model", str(tiny_dir), "--repeats", "1"], monkeypatch, tmp_path)["contenders"]
+    assert list(found) == ["bare", ours]
+    assert found["bare"]["speed_of_bare"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found[ours]["tokens_per_second"]["median"] > 0 and found[ours]["peak_bytes"]["median"] == 2**20
+    own = [record.getMessage() for record in caplog.records if record.name == "rlhf"]
+    assert not own  # such as that the first ratio is off 1: loop and scores are of one policy
+
+
+def test_gpu_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "keep_freed_memory", lambda: None)
+    found = run(gpu, [*SMALL, "--sizes", "tiny", "--peak-tflops", "0.1"], monkeypatch, tmp_path)["sizes"]["tiny"]
+    assert found["agrees"] and found["logprob_difference"] < 1e-4
+    share = 6 * found["parameters"] * found["ppo_update"]["tokens_per_second"] / 1e11
+    assert found["ppo_update"]["flops_utilisation"] == pytest.approx(share)

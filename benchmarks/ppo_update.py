@@ -1,0 +1,186 @@
+"""The PPO update: its loop beside bare forward and backward passes of the same model, in tokens per second and memory.
+
+    python -m benchmarks.ppo_update            # the model of the demo, some minutes
+
+bare: a policy with a value head over batches sorted by length, whole logits at the response tokens, float32 there as in
+the loop, logprobs and values summed up, backward. No entropy, no loss, no optimiser.
+loop: one epoch of training/ppo.py over the same rows in minibatches, optimiser steps included.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks import cases, measure
+from rlhf_core.models.batching import Batch, collate, token_budget_batches
+from rlhf_core.models.checkpoint import OptimizerState, new_value_head
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.forward import autocast, for_all_rows, token_outputs
+from rlhf_core.models.loading import load_causal_lm, torch_device
+from rlhf_core.models.memory import TokenBudget, keep_freed_memory
+from rlhf_core.training.distributed import ALONE
+from rlhf_core.training.learner import Learner, new_learner
+from rlhf_core.training.minibatches import minibatches
+from rlhf_core.training.ppo import micro_batches, update
+from rlhf_core.training.ppo_loss import Settings
+from rlhf_core.training.responses import Responses
+
+MODULE = "benchmarks.ppo_update"
+NEW = OptimizerState(steps={}, episode=0, first_moments={}, second_moments={})
+MINIBATCH, SEED, TEMPERATURE = 16, 1, 0.7
+
+
+def main() -> None:
+    """Measure, print the table, write the result; or run one contender."""
+    arguments = cases.parsed(MODULE, __doc__, responses=64)
+    if arguments.only:
+        keep_freed_memory()
+        run = {"loop": timed_loop, "bare": timed_bare}[arguments.only]
+        seconds, tokens, waste = run(arguments)
+        cases.note(arguments, seconds=seconds, tokens=tokens, waste=waste)
+        return
+    found = cases.take_turns(MODULE, ["bare", "loop"], arguments)
+    result = cases.compared(found, "bare")
+    waste = found["loop"][0]["waste"]
+    print(cases.comparison_table(f"ppo_update: {arguments.responses} responses, {arguments.precision}", result))
+    print(f"\npadding of the loop's micro-batches: {waste:.1%} of their tokens")
+    print(f"\n{measure.written('ppo_update', {'contenders': result, 'padding': waste}, arguments.json)}")
+
+
+def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, float]:
+    """Return seconds, real tokens and padding of one epoch."""
+    learner, rows, settings = prepared(arguments)
+    responses = scored(learner, rows, settings)
+    few = list(range(min(2, len(rows.lengths))))
+    update(learner, chosen(responses, few), settings, ALONE, lambda metrics: None, None)  # first calls are slow
+    started = time.perf_counter()
+    update(learner, responses, settings, ALONE, lambda metrics: None, None)
+    return time.perf_counter() - started, sum(rows.lengths), padding(rows.lengths, settings)
+
+
+def padding(lengths: list[int], settings: Settings) -> float:
+    """Return the share of pads among the tokens of an epoch's micro-batches."""
+    padded = 0
+    for chosen_rows in minibatches(len(lengths), epochs=1, minibatch_size=settings.minibatch_size, seed=settings.seed):
+        sizes = [lengths[row] for row in chosen_rows]
+        groups = micro_batches(sizes, settings.max_batch_tokens)
+        padded += sum(len(group) * max(sizes[place] for place in group) for group in groups)
+    return 1 - sum(lengths) / padded
+
+
+def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, float]:
+    """Return seconds, real tokens and padding of bare passes."""
+    learner, rows, settings = prepared(arguments)
+    groups = token_budget_batches(rows.lengths, max_batch_tokens=settings.max_batch_tokens)
+    device = learner.policy.device
+    batches = [collate(rows.prompts, rows.responses, group, pad_id=0, device=device) for group in groups]
+    bare(learner, batches[-1], settings.precision)
+    started = time.perf_counter()
+    for batch in batches:
+        bare(learner, batch, settings.precision)
+    seconds = time.perf_counter() - started
+    return seconds, sum(rows.lengths), 1 - sum(rows.lengths) / sum(batch.input_ids.numel() for batch in batches)
+
+
+def bare(learner: Learner, batch: Batch, precision: str) -> None:
+    """Add the gradient of the sum of all logprobs and values."""
+    model, critic = learner.policy, learner.critic
+    assert critic is not None
+    with autocast(batch.input_ids.device, precision):
+        hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    states = hidden.flatten(0, 1).index_select(0, batch.predictors)
+    weight: Any = model.get_output_embeddings().weight
+    logits = nn.functional.linear(states.to(weight.dtype), weight).float() / TEMPERATURE
+    logprobs = torch.log_softmax(logits, -1).gather(-1, batch.targets[:, None])
+    (logprobs.sum() + critic.values(states).sum()).backward()
+
+
+def prepared(arguments: argparse.Namespace) -> tuple[Learner, cases.Rows, Settings]:
+    """Return a learner, rows, and settings."""
+    directory = cases.model_directory(arguments.model)
+    policy = load_causal_lm(directory, device=torch_device("auto"), precision=arguments.precision)
+    rows = cases.made_up_rows(
+        arguments.responses,
+        prompt_tokens=arguments.prompt_tokens,
+        max_new_tokens=arguments.max_new_tokens,
+        vocabulary=policy.config.vocab_size,
+    )
+    return learner_of(policy), rows, settings_of(arguments)
+
+
+def learner_of(policy: PreTrainedModel) -> Learner:
+    """Return a policy with a shared critic and an optimiser, as the first iteration has them."""
+    critic = Critic(new_value_head(policy.config.hidden_size).to(policy.device))
+    return new_learner(
+        policy, critic, NEW, critic_only=False, learning_rate=1e-6, value_head_learning_rate=1e-6,
+        critic_learning_rate=1e-6, adam_betas=(0.9, 0.999), adam_eps=1e-8, weight_decay=0.0, lr_schedule="constant",
+        warmup_steps=0, schedule_steps=1,
+    )  # fmt: skip
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of params.yaml, for one epoch."""
+    return Settings(
+        iteration="1", temperature=TEMPERATURE, ppo_epochs=1, minibatch_size=MINIBATCH, old_logprobs="trainer",
+        ratio="token", clip_range=0.2, clip_range_high=0.2, dual_clip=None, value_clip_range=0.3, value_loss_factor=0.5,
+        value_coef=0.1, entropy_coef=0.01, kl_loss_coef=0.0, kl_loss_estimator="k3", kl_estimate_bound=None,
+        aggregation="token_mean", aggregation_constant=1.0, target_kl=None, max_kl=None, max_skipped_steps=0,
+        max_grad_norm=1.0, max_batch_tokens=arguments.max_batch_tokens,
+        logits_chunk_tokens=arguments.logits_chunk_tokens, precision=arguments.precision, pad_id=0, seed=SEED,
+    )  # fmt: skip
+
+
+def scored(learner: Learner, rows: cases.Rows, settings: Settings) -> Responses:
+    """Return the rows with their logprobs and values before the update, and made-up advantages."""
+
+    def compute(batch: Batch) -> list[Tensor]:
+        outputs = token_outputs(
+            learner.policy,
+            batch,
+            temperature=settings.temperature,
+            logits_chunk_tokens=settings.logits_chunk_tokens,
+            precision=settings.precision,
+            critic=learner.critic,
+        )
+        assert outputs.values is not None
+        return list(torch.stack([outputs.logprobs, outputs.values]).split(batch.lengths, dim=1))
+
+    found = for_all_rows(
+        compute,
+        rows.prompts,
+        rows.responses,
+        budget=TokenBudget(settings.max_batch_tokens),
+        pad_id=0,
+        device=learner.policy.device,
+        progress=lambda done: None,
+    )
+    logprobs, values = ([np.asarray(row[place]) for row in found] for place in (0, 1))
+    generator = np.random.default_rng(0)
+    advantages = [generator.standard_normal(len(row)).astype(np.float32) for row in values]
+    return Responses(
+        sample_ids=[str(row) for row in range(len(found))],
+        prompt_ids=rows.prompts,
+        response_ids=rows.responses,
+        logprobs=logprobs,
+        ref_logprobs=logprobs,
+        importance_weights=[np.ones_like(row) for row in values],
+        advantages=advantages,
+        values=values,
+        returns=[value + advantage for value, advantage in zip(values, advantages, strict=True)],
+        bootstrap_value=[0.0] * len(found),
+        bootstrap_return=[None] * len(found),
+    )
+
+
+def chosen(responses: Responses, rows: list[int]) -> Responses:
+    """Return some of the rows."""
+    return Responses(**{name: [column[row] for row in rows] for name, column in vars(responses).items()})
+
+
+if __name__ == "__main__":
+    main()
