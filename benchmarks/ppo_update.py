@@ -23,10 +23,11 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import autocast, for_all_rows, token_outputs
 from rlhf_core.models.loading import load_causal_lm, torch_device
 from rlhf_core.models.memory import TokenBudget, keep_freed_memory
+from rlhf_core.models.packing import packable
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.minibatches import minibatches
-from rlhf_core.training.ppo import micro_batches, update
+from rlhf_core.training.ppo import update
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import Responses
 
@@ -41,18 +42,19 @@ def main() -> None:
     if arguments.only:
         keep_freed_memory()
         run = {"loop": timed_loop, "bare": timed_bare}[arguments.only]
-        seconds, tokens, waste = run(arguments)
-        cases.note(arguments, seconds=seconds, tokens=tokens, waste=waste)
+        seconds, tokens, padding = run(arguments)
+        cases.note(arguments, seconds=seconds, tokens=tokens, padding=padding)
         return
     found = cases.take_turns(MODULE, ["bare", "loop"], arguments)
     result = cases.compared(found, "bare")
-    waste = found["loop"][0]["waste"]
+    padding = found["loop"][0]["padding"]
     print(cases.comparison_table(f"ppo_update: {arguments.responses} responses, {arguments.precision}", result))
-    print(f"\npadding of the loop's micro-batches: {waste:.1%} of their tokens")
-    print(f"\n{measure.written('ppo_update', {'contenders': result, 'padding': waste}, arguments.json)}")
+    where = {name: f"{share:.1%} of the tokens that {name} sees" for name, share in padding.items()}
+    print(f"\npads in the loop: {', '.join(where.values())}")
+    print(f"\n{measure.written('ppo_update', {'contenders': result, 'padding': padding}, arguments.json)}")
 
 
-def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, float]:
+def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Return seconds, real tokens and padding of one epoch."""
     learner, rows, settings = prepared(arguments)
     responses = scored(learner, rows, settings)
@@ -60,20 +62,21 @@ def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, float]:
     update(learner, chosen(responses, few), settings, ALONE, lambda metrics: None, None)  # first calls are slow
     started = time.perf_counter()
     update(learner, responses, settings, ALONE, lambda metrics: None, None)
-    return time.perf_counter() - started, sum(rows.lengths), padding(rows.lengths, settings)
+    return time.perf_counter() - started, sum(rows.lengths), padding_of(learner, rows.lengths, settings)
 
 
-def padding(lengths: list[int], settings: Settings) -> float:
-    """Return the share of pads among the tokens of an epoch's micro-batches."""
+def padding_of(learner: Learner, lengths: list[int], settings: Settings) -> dict[str, float]:
+    """Return the share of pads among the tokens of an epoch's micro-batches: in attention, and everywhere else."""
     padded = 0
-    for chosen_rows in minibatches(len(lengths), epochs=1, minibatch_size=settings.minibatch_size, seed=settings.seed):
-        sizes = [lengths[row] for row in chosen_rows]
-        groups = micro_batches(sizes, settings.max_batch_tokens)
+    for rows in minibatches(len(lengths), epochs=1, minibatch_size=settings.minibatch_size, seed=settings.seed):
+        sizes = [lengths[row] for row in rows]
+        groups = token_budget_batches(sizes, max_batch_tokens=settings.max_batch_tokens)
         padded += sum(len(group) * max(sizes[place] for place in group) for group in groups)
-    return 1 - sum(lengths) / padded
+    share = 1 - sum(lengths) / padded
+    return {"attention": share, "everything else": 0.0 if packable(learner.policy.base_model) else share}
 
 
-def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, float]:
+def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Return seconds, real tokens and padding of bare passes."""
     learner, rows, settings = prepared(arguments)
     groups = token_budget_batches(rows.lengths, max_batch_tokens=settings.max_batch_tokens)
@@ -84,7 +87,8 @@ def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, float]:
     for batch in batches:
         bare(learner, batch, settings.precision)
     seconds = time.perf_counter() - started
-    return seconds, sum(rows.lengths), 1 - sum(rows.lengths) / sum(batch.input_ids.numel() for batch in batches)
+    share = 1 - sum(rows.lengths) / sum(batch.input_ids.numel() for batch in batches)
+    return seconds, sum(rows.lengths), {"attention": share, "everything else": share}
 
 
 def bare(learner: Learner, batch: Batch, precision: str) -> None:

@@ -203,7 +203,7 @@ def _accumulate(
     """
     lengths = _lengths(responses, rows)
     found: list[tuple[dict[str, float], float]] = []
-    batches = micro_batches(lengths, budget.tokens)
+    batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
     while len(found) < len(batches):
         group = batches[len(found)]
         part = [rows[place] for place in group]
@@ -215,7 +215,7 @@ def _accumulate(
             # A part of the micro-batch's gradient may have been added before memory ran out, so all is done again.
             learner.optimizer.zero_grad(set_to_none=True)
             found.clear()
-            batches = micro_batches(lengths, budget.tokens)
+            batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
     sums: dict[str, float] = defaultdict(float)
     for shares, _ in found:
         for name, share in shares.items():
@@ -245,11 +245,6 @@ def _micro_batch(
         )
     loss.backward()
     return found, error
-
-
-def micro_batches(lengths: list[int], max_batch_tokens: int) -> list[list[int]]:
-    """Return the places of a minibatch's rows that go through the model together, given the tokens of each row."""
-    return token_budget_batches(lengths, max_batch_tokens=max_batch_tokens)
 
 
 def _lengths(responses: Responses, rows: list[int]) -> list[int]:
