@@ -211,7 +211,7 @@ def test_whitening_runs_over_all_shards_and_an_empty_shard_is_harmless() -> None
 def test_any_cut_into_shards_and_blocks_gives_the_same_numbers(
     estimator: str, conventions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [*GOLDEN, token("a", 3), response("e", [], [], [], 7.0), token("b", -2, "length")]
+    rows = [*GOLDEN, token("1-p1-1", 3), response("e", [], [], [], 7.0), token("1-p0-1", -2, "length")]
     whiten_rewards = estimator == "gae"
     write_params(
         conventions=conventions, estimator=estimator, score_scaling="running_std", whiten_rewards=whiten_rewards
