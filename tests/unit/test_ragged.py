@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.algorithms.advantages import gae
 from rlhf_core.algorithms.kl import kl_estimate
-from rlhf_core.algorithms.mismatch import mismatch
+from rlhf_core.algorithms.mismatch import mismatch_sums
 from rlhf_core.algorithms.ragged import lengths
 from rlhf_core.algorithms.rewards import final_scores
 from rlhf_core.algorithms.statistics import explained_variance, pair_statistics
@@ -34,7 +34,7 @@ def test_annotated_shapes_and_dtypes_are_checked_in_tests() -> None:
     ("function", "arguments", "keywords", "message"),
     [
         (kl_estimate, (TWO, THREE), {"estimator": "k1"}, "logprobs 2, ref_logprobs 3"),
-        (mismatch, (TWO, THREE), {}, "sampler_logprobs 2, logprobs 3"),
+        (mismatch_sums, (TWO, THREE), {}, "sampler_logprobs 2, logprobs 3"),
         (gae, (TWO, THREE, np.array([0, 2])), {"gamma": 1.0, "gae_lambda": 1.0}, "rewards 2, values 3"),
         (
             final_scores,
