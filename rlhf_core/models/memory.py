@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
     """Ask the C library to use freed memory again instead of giving it back to the system after every tensor.
 
     Activations and gradients of hundreds of MiB come and go in every step, and each new page of memory costs a fault
-    and is filled with zeros: up to a fifth of the time of an update (docs/performance.md). The peak stays what it is.
+    and is filled with zeros (docs/performance.md has figures). The peak stays what it is.
     To be called before anything large is allocated, by a process that runs models and then ends; where there is no
     glibc it does nothing.
     """
