@@ -97,14 +97,21 @@ def run_all(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(arguments.repeats):
         rows: Path | None = None
         for name, project in projects.items():
-            took[name].append(iteration(project))
+            took[name].append(told(name, iteration(project)))
             # All updates are on the first one's responses; they are of the same policy, in one precision as sampled.
             rows = rows or responses(first / ROLLOUTS, work / "rows.jsonl")
         assert rows is not None
         for name, dtype in TRL.items():
-            took[name].append(trl_step(first, rows, dtype, arguments))
+            took[name].append(told(name, trl_step(first, rows, dtype, arguments)))
     lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in read_rows(work / "rows.jsonl")]
     return took | {"tokens": sum(lengths)}
+
+
+def told(name: str, took: Took) -> Took:
+    """Say what one way took, since all of them take long."""
+    parts = ", ".join(f"{part} {seconds:.0f}" for part, seconds in took.parts.items())
+    print(f"{name}: {took.seconds:.0f} s ({parts}), {took.peak_bytes / 2**30:.1f} GiB", flush=True)
+    return took
 
 
 def build(project: Path, arguments: argparse.Namespace, changes: dict[str, dict[str, Any]]) -> None:
