@@ -20,14 +20,14 @@ from benchmarks import cases, measure
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.checkpoint import OptimizerState, new_value_head
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.forward import autocast, for_all_rows, token_outputs
+from rlhf_core.models.forward import autocast, for_all_rows
 from rlhf_core.models.loading import load_causal_lm, torch_device
 from rlhf_core.models.memory import TokenBudget, keep_freed_memory
 from rlhf_core.models.packing import packable
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.minibatches import minibatches
-from rlhf_core.training.ppo import update
+from rlhf_core.training.ppo import outputs_of, update
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import Responses
 
@@ -128,7 +128,7 @@ def learner_of(policy: PreTrainedModel) -> Learner:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of params.yaml, for one epoch."""
+    """Return common settings of one epoch, on which speed does not depend."""
     return Settings(
         iteration="1", temperature=TEMPERATURE, ppo_epochs=1, minibatch_size=MINIBATCH, old_logprobs="trainer",
         ratio="token", clip_range=0.2, clip_range_high=0.2, dual_clip=None, value_clip_range=0.3, value_loss_factor=0.5,
@@ -143,14 +143,7 @@ def scored(learner: Learner, rows: cases.Rows, settings: Settings) -> Responses:
     """Return the rows with their logprobs and values before the update, and made-up advantages."""
 
     def compute(batch: Batch) -> list[Tensor]:
-        outputs = token_outputs(
-            learner.policy,
-            batch,
-            temperature=settings.temperature,
-            logits_chunk_tokens=settings.logits_chunk_tokens,
-            precision=settings.precision,
-            critic=learner.critic,
-        )
+        outputs = outputs_of(learner, batch, settings)
         assert outputs.values is not None
         return list(torch.stack([outputs.logprobs, outputs.values]).split(batch.lengths, dim=1))
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhf_core.errors import NonFiniteStep, NumericError, RowMismatch
-from rlhf_core.models.batching import collate, token_budget_batches
-from rlhf_core.models.forward import token_outputs
+from rlhf_core.models.batching import Batch, collate, token_budget_batches
+from rlhf_core.models.forward import TokenOutputs, token_outputs
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
@@ -229,14 +229,7 @@ def _micro_batch(
     """Add the gradient of one micro-batch, and return its share of each metric and its largest |ratio - 1|."""
     device = learner.policy.device
     batch = collate(responses.prompt_ids, responses.response_ids, rows, pad_id=settings.pad_id, device=device)
-    outputs = token_outputs(
-        learner.policy,
-        batch,
-        temperature=settings.temperature,
-        logits_chunk_tokens=settings.logits_chunk_tokens,
-        precision=settings.precision,
-        critic=learner.critic,
-    )
+    outputs = outputs_of(learner, batch, settings)
     loss, found, error = micro_batch_loss(outputs, responses, batch, whole, settings)
     if not math.isfinite(float(loss.detach())):
         raise NonFiniteStep(
@@ -245,6 +238,18 @@ def _micro_batch(
         )
     loss.backward()
     return found, error
+
+
+def outputs_of(learner: Learner, batch: Batch, settings: Settings) -> TokenOutputs:
+    """Return what policy and critic say of a batch's response tokens, as the update computes it."""
+    return token_outputs(
+        learner.policy,
+        batch,
+        temperature=settings.temperature,
+        logits_chunk_tokens=settings.logits_chunk_tokens,
+        precision=settings.precision,
+        critic=learner.critic,
+    )
 
 
 def _lengths(responses: Responses, rows: list[int]) -> list[int]:

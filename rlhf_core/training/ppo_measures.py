@@ -13,7 +13,7 @@ from rlhf_core.models.forward import critic_values, for_all_rows, token_outputs
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
-from rlhf_core.training.ppo import Progress
+from rlhf_core.training.ppo import Progress, outputs_of
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import Responses
 
@@ -39,21 +39,14 @@ def summary(progress: Progress) -> dict[str, float]:
 
 def explained_variance_after(learner: Learner, responses: Responses, settings: Settings, processes: Processes) -> float:
     """Return the explained variance of the returns by the updated critic, on the responses it was trained on."""
-    policy, critic = learner.policy, learner.critic
+    critic = learner.critic
     assert critic is not None and responses.returns is not None
 
     def compute(batch: Batch) -> list[Tensor]:
         if critic.backbone is not None:
             values, _ = critic_values(critic, batch, None, precision=settings.precision)
             return list(values.split(batch.lengths))
-        outputs = token_outputs(
-            policy,
-            batch,
-            temperature=settings.temperature,
-            logits_chunk_tokens=settings.logits_chunk_tokens,
-            precision=settings.precision,
-            critic=critic,
-        )
+        outputs = outputs_of(learner, batch, settings)
         assert outputs.values is not None
         return list(outputs.values.split(batch.lengths))
 
