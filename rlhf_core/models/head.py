@@ -1,7 +1,7 @@
 """The output embedding with what is made of its logits, fused: logprobs and entropy of tokens, and their gradients.
 
 The logits of a whole batch never exist, neither in the forward nor in the backward pass: a chunk of rows is made, used
-and overwritten by the next one, and the backward pass makes it again.
+and overwritten by the next one. The backward pass begins with the chunk that is still there, and makes the others again.
 """
 
 from typing import Any
@@ -46,6 +46,8 @@ def head_statistics(
         d logprob / d z = onehot(target) - p
         d entropy / d z = -p (log p + entropy)
 
+    Under autocast the products of the backward pass are in its dtype, as those of all other layers are there.
+
     Args:
         hidden: [N, H], states before the tokens.
         weight: [V, H], W.
@@ -78,7 +80,9 @@ class _HeadStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         logprobs, entropy, normaliser = (hidden.new_empty(len(targets), dtype=dtype) for _ in range(3))
+        z = None
         for part in _chunks(len(targets), logits_chunk_tokens):
+            z = None  # its memory is the next one's
             z = chunk_logits(hidden[part], weight, bias, temperature)
             chosen = z.gather(-1, targets[part, None]).squeeze(-1)
             if bias is not None:
@@ -91,7 +95,9 @@ class _HeadStatistics(torch.autograd.Function):
             # -sum p log p = normaliser - sum p z, without a tensor of log-probabilities.
             entropy[part] = normaliser[part] - p.mul_(z).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.logits_chunk_tokens = temperature, logits_chunk_tokens
+        ctx.temperature, ctx.logits_chunk_tokens, ctx.last = temperature, logits_chunk_tokens, z
+        device = hidden.device.type
+        ctx.products = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         return logprobs, entropy
 
     @staticmethod
@@ -102,26 +108,30 @@ class _HeadStatistics(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight) if wanted[1] else None
         d_bias = torch.zeros_like(bias) if wanted[2] else None
+        factor = weight.to(ctx.products)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(len(targets), ctx.logits_chunk_tokens):
-                z = chunk_logits(hidden[part], weight, bias, ctx.temperature)
-                if bias is not None:
-                    z.clamp_(min=_FORBIDDEN)
+            for part in reversed(_chunks(len(targets), ctx.logits_chunk_tokens)):
+                z, ctx.last = ctx.last, None
+                if z is None:
+                    z = chunk_logits(hidden[part], weight, bias, ctx.temperature)
+                    if bias is not None:
+                        z.clamp_(min=_FORBIDDEN)
                 dz = z.sub_(normaliser[part, None])  # log p
                 p = dz.exp()
-                # d/dz of the sum over rows of logprob g + entropy e: onehot g - p (g + e (log p + entropy)).
-                g, e = for_logprobs[part, None], for_entropy[part, None]
-                dz.add_(entropy[part, None]).mul_(e).add_(g).mul_(p).neg_()
+                # d/dz of the sum over rows of logprob g + entropy e: onehot g - p (g + e (log p + entropy)), and for the
+                # states' product z is over the temperature.
+                g, e = (one[part, None] / ctx.temperature for one in (for_logprobs, for_entropy))
+                dz.mul_(-e).sub_(g + e * entropy[part, None]).mul_(p)
                 dz.scatter_add_(-1, targets[part, None], g.to(dz.dtype))
-                if ctx.temperature != 1.0:
-                    dz.div_(ctx.temperature)
                 if d_bias is not None:
                     d_bias += dz.sum(0)
-                dz = dz.to(weight.dtype)
+                dz = dz.to(ctx.products)
                 if d_hidden is not None:
-                    d_hidden[part] = dz @ weight
-                if d_weight is not None:
-                    d_weight.addmm_(dz.T, hidden[part].to(weight.dtype))
+                    d_hidden[part] = dz @ factor
+                if d_weight is not None and dz.dtype == d_weight.dtype:
+                    d_weight.addmm_(dz.T, hidden[part].to(dz.dtype))
+                elif d_weight is not None:
+                    d_weight += dz.T @ hidden[part].to(dz.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
 
 

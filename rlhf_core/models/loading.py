@@ -31,6 +31,7 @@ from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.artifacts.provenance import tokenizer_files
 from rlhf_core.disk import disk_error
 from rlhf_core.errors import ModelError
+from rlhf_core.models.memory import give_back_freed_memory
 from rlhf_core.models.tokenizer import pad_id
 
 logger = logging.getLogger("rlhf")
@@ -258,6 +259,7 @@ def _read_config(directory: Path) -> Any:
 
 def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision: str, advice: str) -> PreTrainedModel:
     _read_config(directory)
+    give_back_freed_memory()  # of the model before
     try:
         model, info = auto.from_pretrained(
             directory,

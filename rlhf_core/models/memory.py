@@ -1,7 +1,7 @@
 """Work that does not fit into memory is cut into smaller batches: the token budget halves, and the work goes on.
 
 How rows are batched changes no result beyond rounding. Left out: a process that the system itself ends for its memory.
-Also: memory that was used once stays with the process.
+Also: memory that was used once stays with the process, until the next model is loaded.
 """
 
 import ctypes
@@ -37,6 +37,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, -1)
+
+
+def give_back_freed_memory() -> None:
+    """Give the system what is free now, under keep_freed_memory too: the next model needs it in other pieces."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class TokenBudget:

@@ -24,6 +24,7 @@ from rlhf_core.errors import AnswerError, NumericError, RewardError
 from rlhf_core.models.batching import Batch
 from rlhf_core.models.checkpoint import load_critic, load_normalisation
 from rlhf_core.models.forward import critic_values, for_all_rows, full_kl, sequence_scores, token_outputs
+from rlhf_core.models.frozen import round_weights
 from rlhf_core.models.loading import load_causal_lm, load_classifier, torch_device
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.reward.inputs import ReadsRows, policy_ids, reward_inputs, within_bounds
@@ -69,6 +70,7 @@ class Passes:
             return
         device = torch_device(self.device)
         model = load_causal_lm(policy, device=device, precision=self.precision)
+        round_weights(model, self.precision)
         shared = None
         if critic is not None:
             shared = load_critic(critic, policy=model, device=device, precision=self.precision)
@@ -110,6 +112,7 @@ class Passes:
         device = torch_device(self.device)
         model = load_critic(critic, policy=None, device=device, precision=self.precision)
         assert model is not None and model.backbone is not None
+        round_weights(model.backbone, self.precision)
 
         def compute(batch: Batch) -> list[Tensor]:
             return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
@@ -127,6 +130,8 @@ class Passes:
             return
         device = torch_device(self.device)
         p, q = (load_causal_lm(path, device=device, precision=self.precision) for path in (policy, reference))
+        for model in (p, q):
+            round_weights(model, self.precision)
 
         def compute(batch: Batch) -> list[Tensor]:
             found = full_kl(
@@ -155,6 +160,7 @@ class Passes:
             return
         device = torch_device(self.device)
         model = load_classifier(directory, device=device, precision=self.precision)
+        round_weights(model, self.precision)
         mean, std = load_normalisation(directory)
         first = next(iter(self.shards.values()))
         read, pad = reward_inputs(

@@ -1,0 +1,52 @@
+"""Models that only score, under bf16-autocast: their linear layers' weights are rounded once, not in every batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.models.forward import autocast
+from rlhf_core.models.memory import give_back_freed_memory
+from rlhf_core.models.packing import packable
+
+
+def round_weights(model: PreTrainedModel, precision: str) -> None:
+    """Hold the weights of a model's linear layers in bfloat16, where its states stay the same bit by bit.
+
+    Autocast rounds them anyway, in every pass anew; so this takes half of their memory and a twentieth of the time of
+    the demo's passes. Whether something else reads them in float32 is found out by running the model once before and
+    once after. Heads (output embedding, score layer) are not touched: they multiply in float32.
+
+    Args:
+        model: Not trained any more. Changed in place.
+        precision: compute.precision; with another one than bf16-autocast nothing is done.
+    """
+    if precision != "bf16-autocast":
+        return
+    base: Any = model.base_model
+    packable(base)  # it runs the model without autocast, and remembers the answer
+    layers = [module for module in base.modules() if type(module) is nn.Linear]
+    exact = [layer.weight.data for layer in layers]
+    before = _probe(base, precision)
+    for layer in layers:
+        layer.weight.data = layer.weight.data.to(torch.bfloat16)
+    after = _probe(base, precision)
+    if before is None or after is None or not torch.equal(before, after):
+        for layer, weight in zip(layers, exact, strict=True):
+            layer.weight.data = weight
+    del exact
+    give_back_freed_memory()
+
+
+@torch.inference_mode()
+def _probe(base: Any, precision: str) -> Tensor | None:
+    """Last hidden states of some tokens; None where the model takes more than tokens."""
+    device = next(base.parameters()).device
+    ids = torch.arange(8, device=device)[None] % base.config.vocab_size
+    try:
+        with autocast(device, precision):
+            states: Tensor = base(input_ids=ids).last_hidden_state
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+        return None
+    return states
