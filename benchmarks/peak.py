@@ -13,7 +13,7 @@ def main() -> None:
     """Run the module; when the process ends, write the bytes into FILE."""
     file, module = sys.argv[1:3]
     atexit.register(lambda: Path(file).write_text(str(peak_bytes()), encoding="utf-8"))
-    sys.argv = sys.argv[2:]
+    sys.argv = ["-m", *sys.argv[3:]]  # as Python itself begins with a module
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

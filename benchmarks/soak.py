@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from rlhf_core.report.plots import HEIGHT, WIDTH, Series, line_chart
+from benchmarks import charts
+from rlhf_core.report.plots import Series
 from tests.pipeline.project import make_project, processes_in, repro, set_iterations
 from tests.tiny import save_tiny
 
 PLOT = Path(__file__).parents[1] / "docs/soak.svg"
 STAGES = ("rollout", "score", "advantages", "ppo_update")
 PROCESSES = ("dvc", *STAGES)
-COLOURS = ("#111827", "#2563eb", "#dc2626", "#16a34a", "#d97706")
 PACE = 0.1  # seconds between two looks at the processes
 
 
@@ -113,36 +111,13 @@ def plot(rows: list[dict[str, Any]]) -> str:
     seconds = [
         Series(name, [row[key] for row in rows]) for name, key in (("all", "seconds"), ("stages", "stage_seconds"))
     ]
-    charts = {
+    lines = {
         "memory at its peak, MiB": by_process["memory_mib"],
         "open files at most": by_process["open_files"],
         "seconds": seconds,
         "disk, KiB more than before": [Series("all", [row["disk_kib"] for row in rows])],
     }
-    parts = [Markup("<style>{}</style>").format(Markup(style()))]
-    for index, (title, series) in enumerate(charts.items()):
-        x, y = (WIDTH + 20) * (index % 2), (HEIGHT + 24) * (index // 2)
-        chart = line_chart(labels, series, x_title="iteration", y_title=title, band=(0, None))
-        size = f'<svg x="{x}" y="{y + 20}" width="{WIDTH}" height="{HEIGHT}" class="chart"'
-        parts.append(Markup(str(chart).replace('<svg class="chart"', size, 1)))
-        for at, one in enumerate(series):
-            parts.append(
-                Markup('<text class="l{}" x="{}" y="{}">{}</text>').format(at, x + 56 + 72 * at, y + 14, one.label)
-            )
-    width, height = 2 * WIDTH + 20, 2 * (HEIGHT + 24)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-    return f"{head}{Markup().join(parts)}</svg>\n"
-
-
-def style() -> str:
-    """Return the CSS of the charts."""
-    lines = ["svg { font-family: sans-serif; font-size: 11px; background: #fff }"]
-    lines.append(".grid { stroke: #ddd } .tick, .axis { fill: #555 } .band { fill: none } .line { fill: none }")
-    for index, colour in enumerate(COLOURS):
-        lines.append(
-            f".line.s{index} {{ stroke: {colour}; stroke-width: 1.8 }} .dot.s{index}, .l{index} {{ fill: {colour} }}"
-        )
-    return " ".join(lines)
+    return charts.svg([charts.Chart(title, "iteration", labels, series) for title, series in lines.items()])
 
 
 if __name__ == "__main__":

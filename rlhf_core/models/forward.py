@@ -98,6 +98,22 @@ def critic_values(
     return values[: len(batch.predictors)], values[len(batch.predictors) :]
 
 
+def values_alone(model: PreTrainedModel, critic: Critic, batch: Batch, *, precision: str) -> tuple[Tensor, Tensor]:
+    """Return what critic_values does, of a shared critic on the policy's states, without any logits.
+
+    Args:
+        model: The policy.
+        critic: Shared or separate.
+        batch: From collate.
+        precision: compute.precision.
+    """
+    if critic.backbone is not None:
+        return critic_values(critic, batch, None, precision=precision)
+    with autocast(batch.input_ids.device, precision):
+        states = _hidden_states(model, batch).flatten(0, 1)
+    return critic_values(critic, batch, states, precision=precision)
+
+
 def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Last hidden states [B, S, H]; those of pads mean nothing.
 

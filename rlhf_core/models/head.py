@@ -1,7 +1,8 @@
 """The output embedding with what is made of its logits, fused: logprobs and entropy of tokens, and their gradients.
 
 The logits of a whole batch never exist, neither in the forward nor in the backward pass: a chunk of rows is made, used
-and overwritten by the next one. The backward pass begins with the chunk that is still there, and makes the others again.
+and overwritten by the next one. The backward pass begins with the chunk that is still there, and makes the others
+again.
 """
 
 from typing import Any
@@ -118,8 +119,8 @@ class _HeadStatistics(torch.autograd.Function):
                         z.clamp_(min=_FORBIDDEN)
                 dz = z.sub_(normaliser[part, None])  # log p
                 p = dz.exp()
-                # d/dz of the sum over rows of logprob g + entropy e: onehot g - p (g + e (log p + entropy)), and for the
-                # states' product z is over the temperature.
+                # d/dz of the sum over rows of logprob g + entropy e is onehot g - p (g + e (log p + entropy)); and z is
+                # the states' product over the temperature.
                 g, e = (one[part, None] / ctx.temperature for one in (for_logprobs, for_entropy))
                 dz.mul_(-e).sub_(g + e * entropy[part, None]).mul_(p)
                 dz.scatter_add_(-1, targets[part, None], g.to(dz.dtype))

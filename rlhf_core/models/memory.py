@@ -41,7 +41,6 @@ def keep_freed_memory() -> None:
 
 def give_back_freed_memory() -> None:
     """Give the system what is free now, under keep_freed_memory too: the next model needs it in other pieces."""
-    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -6,7 +6,7 @@ to rounding.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ class _Group:
     places: Tensor | None  # [N] of each token in [count * width]; None without pads
 
 
-_groups: ContextVar[Sequence[_Group]] = ContextVar("groups")
+_packed: ContextVar[tuple[PreTrainedModel, Sequence[_Group]] | None] = ContextVar("packed", default=None)
 # What rounding may change of the largest state; another position or a token that is not there changes more.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _packable: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
@@ -124,13 +124,22 @@ def _keeps_rows_apart(model: PreTrainedModel) -> bool:
 def _as_rows(model: PreTrainedModel, groups: Sequence[_Group]) -> Iterator[None]:
     """Let the model's attention see rows for the length of one pass."""
     config: Any = model.config
-    before, token = config._attn_implementation, _groups.set(groups)
+    before, token = config._attn_implementation, _packed.set((model, groups))
     config._attn_implementation = _NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _groups.reset(token)
+        _packed.reset(token)
+
+
+def same_rows_again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a layer's pass and of its second pass: the rows of the first, or none.
+
+    For torch.utils.checkpoint, whose second pass comes when packed_states has long returned.
+    """
+    packed = _packed.get()
+    return nullcontext(), nullcontext() if packed is None else _as_rows(*packed)
 
 
 def _attention(
@@ -138,8 +147,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within the rows of one sequence: [1, heads, N, D] to [1, N, heads, D]."""
     options = {name: options[name] for name in ("scaling", "dropout") if name in options}
+    packed = _packed.get()
+    assert packed is not None
     found = []
-    for group in _groups.get():
+    for group in packed[1]:
         rows = [_padded(x[0, :, group.tokens].transpose(0, 1), group) for x in (query, key, value)]
         states = _causal(module, rows, options).flatten(0, 1)
         found.append(states if group.places is None else states.index_select(0, group.places))
@@ -178,11 +189,12 @@ class _Float32Backward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
-            rows = [row.detach().float().requires_grad_() for row in ctx.saved_tensors]
+            rows = [row.detach().float().requires_grad_() for row in saved]
             found, _ = sdpa_attention_forward(ctx.module, *rows, None, is_causal=True, **ctx.options)
         gradients = torch.autograd.grad(found, rows, gradient.float())
-        return None, None, *(one.to(row.dtype) for one, row in zip(gradients, ctx.saved_tensors, strict=True))
+        return None, None, *(one.to(row.dtype) for one, row in zip(gradients, saved, strict=True))
 
 
 AttentionInterface.register(_NAME, _attention)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.artifacts.lineage import check_directory
+from rlhf_core.collection import importing
 from rlhf_core.errors import ConfigError, DataError, ModelError, NumericError
 from rlhf_core.seeding import derive_seed
 
@@ -170,8 +171,9 @@ class Sampler:
         for name in ("vllm", "vllm.triton_utils.importing", "torch._library.triton"):
             logging.getLogger(name).setLevel(logging.ERROR)
         _hide_llvmlite_from_vllm()
-        from vllm import LLM
-        from vllm.platforms import current_platform
+        with importing():
+            from vllm import LLM
+            from vllm.platforms import current_platform
 
         self._on_cpu = bool(current_platform.is_cpu())
         self._max_model_len = max_model_len

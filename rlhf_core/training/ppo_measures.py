@@ -9,11 +9,11 @@ from rlhf_core.algorithms.mismatch import mismatch
 from rlhf_core.algorithms.statistics import explained_variance
 from rlhf_core.errors import NumericError
 from rlhf_core.models.batching import Batch
-from rlhf_core.models.forward import critic_values, for_all_rows, token_outputs
+from rlhf_core.models.forward import for_all_rows, token_outputs, values_alone
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
-from rlhf_core.training.ppo import Progress, outputs_of
+from rlhf_core.training.ppo import Progress
 from rlhf_core.training.ppo_loss import Settings
 from rlhf_core.training.responses import Responses
 
@@ -43,12 +43,8 @@ def explained_variance_after(learner: Learner, responses: Responses, settings: S
     assert critic is not None and responses.returns is not None
 
     def compute(batch: Batch) -> list[Tensor]:
-        if critic.backbone is not None:
-            values, _ = critic_values(critic, batch, None, precision=settings.precision)
-            return list(values.split(batch.lengths))
-        outputs = outputs_of(learner, batch, settings)
-        assert outputs.values is not None
-        return list(outputs.values.split(batch.lengths))
+        values, _ = values_alone(learner.policy, critic, batch, precision=settings.precision)
+        return list(values.split(batch.lengths))
 
     values = _of_all_tokens(compute, learner, responses, settings, processes)
     return explained_variance(values, np.concatenate(responses.returns))

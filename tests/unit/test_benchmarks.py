@@ -13,7 +13,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import advantages, against_trl, engine, gpu, load, measure, ppo_update, score, scratch, soak, timed
+from benchmarks import (
+    advantages,
+    against_trl,
+    engine,
+    gpu,
+    growth,
+    load,
+    measure,
+    ppo_update,
+    score,
+    scratch,
+    soak,
+    timed,
+)
 from rlhf_core.config import load_run
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -123,6 +136,17 @@ def test_load(name: str, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: py
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     found = [row for row in told if "step" in row]
     assert len(found) == steps and all(row[name] == 10 and row["memory_mib"]["before"] > 0 for row in found)
+
+
+def test_growth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rows", "4", "8", "--lengths", "5", "--long-responses", "2", "--plot", str(tmp_path / "growth.svg")]
+    found = run(growth, sizes, monkeypatch, tmp_path)
+    assert list(found["rows"]) == ["4", "8"] and set(found["rows"]["4"]) == set(growth.STAGES)
+    assert "| 5 | 1.0 s, 1 MiB |" in capsys.readouterr().out
+    page = ElementTree.fromstring((tmp_path / "growth.svg").read_text(encoding="utf-8"))
+    # A second for 4 or 8 responses, and for 2 of 5 tokens each.
+    titles = {"".join(title.itertext()).split()[-1] for title in page.findall(".//{*}title")}
+    assert len(page.findall("{*}svg")) == 4 and {"250", "125", "100000"} <= titles
 
 
 def test_soak_draws_what_it_measured() -> None:

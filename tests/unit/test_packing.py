@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2Model, LlamaForCausalLM, MistralConfig, MistralModel, PreTrainedModel
 
+from rlhf_core.models import packing
 from rlhf_core.models.batching import Batch, collate
 from rlhf_core.models.packing import packable, packed_states
 from tests.tiny import tiny_model
@@ -81,3 +82,31 @@ def test_what_cannot_be_packed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(model), "forward", leaking)
     assert not packable(model)
+
+
+def test_attention_sees_few_pads_and_every_row_in_order() -> None:
+    lengths = sorted(torch.randint(1, 120, (40,), generator=torch.Generator().manual_seed(0)).tolist(), reverse=True)
+    groups = packing._grouped([*lengths, 0], CPU)
+    assert sum(group.count * group.width for group in groups) <= 1.05 * sum(lengths)
+    assert len(groups) < 20 and sum(group.count for group in groups) == 40
+    assert [group.tokens.start for group in groups] == [0, *(group.tokens.stop for group in groups[:-1])]
+    even = packing._grouped([7, 7, 7], CPU)
+    assert [(group.count, group.width, group.places) for group in even] == [(3, 7, None)]
+
+
+def test_gradients_of_bfloat16_rows_are_those_of_the_same_numbers_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups = 2
+    shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    rows = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    upstream = torch.randn((2, 9, 4, 8), generator=generator).bfloat16()
+    found = torch.autograd.grad(packing._causal(module, rows, {"scaling": 0.3}), rows, upstream)
+    query, key, value = exact = [row.detach().double().requires_grad_() for row in rows]
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+    later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    weights = (0.3 * query @ key.mT).masked_fill(later, -torch.inf).softmax(-1)
+    expected = torch.autograd.grad((weights @ value).transpose(1, 2), exact, upstream.double())
+    for one, other in zip(found, expected, strict=True):
+        # Only the result is rounded, to 8 bits.
+        torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
