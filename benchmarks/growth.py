@@ -6,6 +6,7 @@ and draws docs/growth.svg. What is linear has a flat line there; growth over ite
 
 import argparse
 import contextlib
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_core.report.plots import Series
 from tests import tiny_run
 
 PLOT = Path(__file__).parents[1] / "docs/growth.svg"
+MINIBATCH = 200  # responses at most
 STAGES = ("score", "advantages", "ppo_update")
 
 
@@ -47,7 +49,8 @@ def many(count: int) -> Callable[[], None]:
     """Return what writes so many short responses."""
 
     def write() -> None:
-        tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=256)
+        tiny_run.change("rollout", prompts_per_iteration=count // 2, samples_per_prompt=2)
+        tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=math.gcd(count, MINIBATCH))
         load.write(count, shortest=16, longest=32, shard_prompts=512)
 
     return write
@@ -59,7 +62,8 @@ def long(length: int, count: int) -> Callable[[], None]:
     def write() -> None:
         tiny_run.change("sampling", max_new_tokens=length, max_model_len=2 * length + 1024)
         tiny_run.change("compute", max_batch_tokens=8192)
-        tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=16)
+        tiny_run.change("rollout", prompts_per_iteration=count // 2, samples_per_prompt=2)
+        tiny_run.change("ppo_update", ppo_epochs=1, minibatch_size=math.gcd(count, 16))
         load.write(count, shortest=length, longest=length, shard_prompts=8)
 
     return write

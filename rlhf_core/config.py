@@ -46,6 +46,9 @@ class ComputeParams(Section):
     processes: Count
 
 
+TRAINING_ONLY = {"gradient_checkpointing", "processes"}  # of compute
+
+
 class SamplingParams(Section):
     """How vLLM samples."""
 

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import iter_tables, read_metadata, write_shard
-from rlhf_core.config import Params, load_run
+from rlhf_core.config import TRAINING_ONLY, Params, load_run
 from rlhf_core.models.tokenizer import eos_ids, load_tokenizer, pad_id
 from rlhf_core.reward.evaluation import PROXY, append_evaluation, evaluation_metrics
 from rlhf_core.reward.passes import Passes, numbered
@@ -48,7 +48,7 @@ def main() -> None:
         shards=numbered([work / "samples"]),
         prompts=PROMPTS,
         work=work / "passes",
-        **params.compute.model_dump(exclude={"processes"}),
+        **params.compute.model_dump(exclude=TRAINING_ONLY),
         temperature=params.evaluate.temperature or 1.0,  # greedy responses are compared at temperature 1
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],

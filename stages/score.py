@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.shards import read_metadata, read_shard, shard_paths
-from rlhf_core.config import Params, Run, load_run
+from rlhf_core.config import TRAINING_ONLY, Params, Run, load_run
 from rlhf_core.disk import directory_bytes, require_space
 from rlhf_core.errors import DataError, StaleInput
 from rlhf_core.models.checkpoint import critic_kind
@@ -43,7 +43,7 @@ def main() -> None:
         shards=numbered(sources),
         prompts=PROMPTS,
         work=work / "passes",
-        **params.compute.model_dump(exclude={"processes"}),
+        **params.compute.model_dump(exclude=TRAINING_ONLY),
         temperature=metadata["temperature"],
         pad_id=pad_id(tokenizer),
         eos_ids=metadata["eos_ids"],

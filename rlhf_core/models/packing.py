@@ -174,7 +174,12 @@ def _causal(module: torch.nn.Module, rows: Sequence[Tensor], options: dict[str, 
     if short and torch.is_grad_enabled() and not options.get("dropout"):
         found: Tensor = _Float32Backward.apply(module, options, *rows)
         return found
-    return sdpa_attention_forward(module, *rows, None, is_causal=True, **options)[0]
+    return _sdpa(module, rows, options)
+
+
+def _sdpa(module: torch.nn.Module, rows: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+    query, key, value = rows
+    return sdpa_attention_forward(module, query, key, value, None, is_causal=True, **options)[0]
 
 
 class _Float32Backward(torch.autograd.Function):
@@ -184,7 +189,7 @@ class _Float32Backward(torch.autograd.Function):
     def forward(ctx: Any, module: torch.nn.Module, options: dict[str, Any], *rows: Tensor) -> Tensor:
         ctx.save_for_backward(*rows)
         ctx.module, ctx.options = module, options
-        return sdpa_attention_forward(module, *rows, None, is_causal=True, **options)[0]
+        return _sdpa(module, rows, options)
 
     @staticmethod
     @once_differentiable
@@ -192,7 +197,7 @@ class _Float32Backward(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
             rows = [row.detach().float().requires_grad_() for row in saved]
-            found, _ = sdpa_attention_forward(ctx.module, *rows, None, is_causal=True, **ctx.options)
+            found = _sdpa(ctx.module, rows, ctx.options)
         gradients = torch.autograd.grad(found, rows, gradient.float())
         return None, None, *(one.to(row.dtype) for one, row in zip(gradients, saved, strict=True))
 

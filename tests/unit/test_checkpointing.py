@@ -48,7 +48,7 @@ def test_frozen_embeddings_stay_frozen_and_no_dropout_is_turned_on() -> None:
 
 def test_offload_needs_a_gpu_and_none_changes_nothing() -> None:
     model = tiny_model().eval()
-    with pytest.raises(ConfigError, match="offload.*set it to recompute or none"):
+    with pytest.raises(ConfigError, match=r"offload.*set it to recompute or none"):
         checkpoint_layers(model, "offload")
     checkpoint_layers(model, "none")
     assert not any(module.training for module in model.modules())
