@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from rlhf_core.errors import NonFiniteStep, NumericError, RowMismatch
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.forward import TokenOutputs, token_outputs
@@ -161,7 +163,8 @@ def _step(
         NonFiniteStep: If the loss or gradient is not finite.
     """
     share = [rows[place] for place in processes.share(_lengths(responses, rows))]
-    with processes.together():
+    # Within an outer autocast, even one that is off, weights are rounded once for all micro-batches.
+    with processes.together(), torch.autocast(learner.policy.device.type, enabled=False):
         found = _accumulate(learner, responses, share, Whole.of(responses, rows), settings, budget, step=step)
     metrics = _step_metrics(processes.gathered(found))
     if first and settings.old_logprobs == "trainer":

@@ -77,6 +77,19 @@ def test_the_step_does_not_depend_on_how_the_minibatch_is_split(aggregation, rat
     assert logs[1] == pytest.approx(logs[2], rel=1e-5, abs=1e-6)
 
 
+def test_weights_rounded_for_bfloat16_products_are_those_of_this_step_in_every_micro_batch():
+    logs = []
+    for max_batch_tokens in (1, 1000):
+        model, critic = tiny_model().eval(), shared_critic()
+        chosen = settings(max_batch_tokens=max_batch_tokens, precision="bf16-autocast", ppo_epochs=3)
+        logs.append(run(model, critic, scored(model, critic), chosen)[0])
+    for split, whole in zip(*logs, strict=True):
+        # 8 bits; the second and third step with weights of the first would have a ratio of 1 throughout.
+        assert split["val/ratio"] == pytest.approx(whole["val/ratio"], rel=2e-2)
+        assert split["loss/policy_avg"] == pytest.approx(whole["loss/policy_avg"], rel=2e-2, abs=2e-2)
+    assert logs[0][2]["policy/approxkl_avg"] > 10 * logs[0][0]["policy/approxkl_avg"]
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_the_loss_is_aggregated_over_the_minibatch(aggregation):
     # Ratio 1 everywhere: each token's loss is minus its advantage. token_mean: 3 tokens of 1, 1 of 3, 5 of 5, 2 of 4:
