@@ -25,6 +25,9 @@ WEIGHTS = ("tests/unit/test_off_policy.py",)
 ADVANTAGES = ("tests/stages/test_advantages.py",)
 FORWARD = ("tests/unit/test_forward.py",)
 HEAD = ("tests/unit/test_head.py",)
+PACKING = ("tests/unit/test_packing.py",)
+CHECKPOINTING = ("tests/unit/test_checkpointing.py",)
+FROZEN = ("tests/unit/test_frozen.py",)
 CRITIC = ("tests/stages/test_critic.py",)
 SCORE = ("tests/stages/test_score.py",)
 WORST = ("tests/stages/test_score.py::test_the_worst_tokens_are_listed_by_size",)
@@ -67,9 +70,17 @@ MUTATIONS = [
         FORWARD,
     ),
     Mutation("rlhf_core/models/head.py", "else logits.div_(temperature)", "else logits.mul_(temperature)", FORWARD),
-    Mutation("rlhf_core/models/head.py", "dz.div_(ctx.temperature)", "pass", HEAD),
-    Mutation("rlhf_core/models/head.py", "dz.add_(entropy[part, None]).mul_(e)", "dz.mul_(e)", HEAD),
+    Mutation("rlhf_core/models/head.py", "one[part, None] / ctx.temperature for", "one[part, None] for", HEAD),
+    Mutation("rlhf_core/models/head.py", "sub_(g + e * entropy[part, None])", "sub_(g)", HEAD),
     Mutation("rlhf_core/models/head.py", "d_weight.addmm_(dz.T,", "d_weight.copy_(dz.T @", HEAD),
+    Mutation("rlhf_core/models/head.py", "in reversed(_chunks(", "in (_chunks(", HEAD),
+    Mutation("rlhf_core/models/head.py", "z, ctx.last = ctx.last, None", "z = ctx.last", HEAD),
+    # Rows without pads, rounded weights, layers that run twice.
+    Mutation("rlhf_core/models/packing.py", "is_causal=True", "is_causal=False", PACKING),
+    Mutation("rlhf_core/models/packing.py", "<= (1 + pads) * sum(last)", "<= 2 * sum(last)", PACKING),
+    Mutation("rlhf_core/models/packing.py", "nullcontext() if packed is None", "nullcontext() if True", CHECKPOINTING),
+    Mutation("rlhf_core/models/frozen.py", "not torch.equal(before, after)", "False", FROZEN),
+    Mutation("rlhf_core/models/checkpointing.py", "module.training = True", "pass", CHECKPOINTING),
     # The full KL.
     Mutation(
         "rlhf_core/models/forward.py",

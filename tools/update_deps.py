@@ -74,7 +74,9 @@ def data_files(tree: ast.Module, directory: Path) -> set[Path]:
 
 def closure(entry: Path, root: Path) -> list[str]:
     """Return the sorted project files that a module depends on, itself included, relative to root with "/"."""
-    todo, seen, result = [entry], {entry}, set()
+    packages = [path / "__init__.py" for path in entry.parents if path.is_relative_to(root) and path != root]
+    todo = [entry, *filter(Path.is_file, packages)]
+    seen, result = set(todo), set()
     while todo:
         path = todo.pop()
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
