@@ -23,7 +23,7 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import autocast, for_all_rows
 from rlhf_core.models.loading import load_causal_lm, torch_device
 from rlhf_core.models.memory import TokenBudget, keep_freed_memory
-from rlhf_core.models.packing import packable
+from rlhf_core.models.packing import grouped, packable
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.minibatches import minibatches
@@ -67,13 +67,16 @@ def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, dict[str, flo
 
 def padding_of(learner: Learner, lengths: list[int], settings: Settings) -> dict[str, float]:
     """Return the share of pads among the tokens of an epoch's micro-batches: in attention, and everywhere else."""
-    padded = 0
+    packed = packable(learner.policy.base_model)
+    padded = attended = 0
     for rows in minibatches(len(lengths), epochs=1, minibatch_size=settings.minibatch_size, seed=settings.seed):
         sizes = [lengths[row] for row in rows]
-        groups = token_budget_batches(sizes, max_batch_tokens=settings.max_batch_tokens)
-        padded += sum(len(group) * max(sizes[place] for place in group) for group in groups)
-    share = 1 - sum(lengths) / padded
-    return {"attention": share, "everything else": 0.0 if packable(learner.policy.base_model) else share}
+        for group in token_budget_batches(sizes, max_batch_tokens=settings.max_batch_tokens):
+            batch = [sizes[place] for place in group]
+            padded += sum(batch) if packed else len(batch) * max(batch)
+            attended += sum(part.count * part.width for part in grouped(batch, learner.policy.device)) if packed else 0
+    everything = sum(lengths)
+    return {"attention": 1 - everything / (attended or padded), "everything else": 1 - everything / padded}
 
 
 def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:

@@ -27,7 +27,7 @@ _SLOW_BACKWARD = 256
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Rows next to each other that attention gets padded to one width."""
 
     tokens: slice  # of the sequence
@@ -36,7 +36,7 @@ class _Group:
     places: Tensor | None  # [N] of each token in [count * width]; None without pads
 
 
-_packed: ContextVar[tuple[PreTrainedModel, Sequence[_Group]] | None] = ContextVar("packed", default=None)
+_packed: ContextVar[tuple[PreTrainedModel, Sequence[Group]] | None] = ContextVar("packed", default=None)
 # What rounding may change of the largest state; another position or a token that is not there changes more.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _packable: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
@@ -53,7 +53,7 @@ def packed_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     count, width = input_ids.shape
     real = mask.flatten().nonzero().squeeze(-1)
-    with _as_rows(model, _grouped(mask.sum(-1).tolist(), mask.device)):
+    with _as_rows(model, grouped(mask.sum(-1).tolist(), mask.device)):
         output = model(
             input_ids=input_ids.flatten()[real][None],
             position_ids=position_ids.flatten()[real][None],
@@ -63,7 +63,7 @@ def packed_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     return states.new_zeros(count * width, states.shape[-1]).index_copy(0, real, states).unflatten(0, (count, width))
 
 
-def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
+def grouped(lengths: Sequence[int], device: torch.device) -> list[Group]:
     """Return groups of rows next to each other, each with as many rows as the pads allow; rows without tokens in none.
 
     Rows in order of their lengths, as token_budget_batches gives them, make the fewest groups.
@@ -81,7 +81,7 @@ def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
         width, end = max(group), start + sum(group)
         tokens = [row * width + place for row, length in enumerate(group) for place in range(length)]
         places = torch.tensor(tokens, device=device) if len(tokens) < len(group) * width else None
-        found.append(_Group(slice(start, end), len(group), width, places))
+        found.append(Group(slice(start, end), len(group), width, places))
         start = end
     return found
 
@@ -121,7 +121,7 @@ def _keeps_rows_apart(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _as_rows(model: PreTrainedModel, groups: Sequence[_Group]) -> Iterator[None]:
+def _as_rows(model: PreTrainedModel, groups: Sequence[Group]) -> Iterator[None]:
     """Let the model's attention see rows for the length of one pass."""
     config: Any = model.config
     before, token = config._attn_implementation, _packed.set((model, groups))
@@ -157,7 +157,7 @@ def _attention(
     return torch.cat(found)[None], None
 
 
-def _padded(flat: Tensor, group: _Group) -> Tensor:
+def _padded(flat: Tensor, group: Group) -> Tensor:
     """[N, heads, D] of a group's tokens to [B, heads, S, D]."""
     if group.places is not None:
         whole = flat.new_zeros(group.count * group.width, *flat.shape[1:])

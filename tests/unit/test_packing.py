@@ -86,11 +86,11 @@ def test_what_cannot_be_packed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_attention_sees_few_pads_and_every_row_in_order() -> None:
     lengths = sorted(torch.randint(1, 120, (40,), generator=torch.Generator().manual_seed(0)).tolist(), reverse=True)
-    groups = packing._grouped([*lengths, 0], CPU)
+    groups = packing.grouped([*lengths, 0], CPU)
     assert sum(group.count * group.width for group in groups) <= 1.05 * sum(lengths)
     assert len(groups) < 20 and sum(group.count for group in groups) == 40
     assert [group.tokens.start for group in groups] == [0, *(group.tokens.stop for group in groups[:-1])]
-    even = packing._grouped([7, 7, 7], CPU)
+    even = packing.grouped([7, 7, 7], CPU)
     assert [(group.count, group.width, group.places) for group in even] == [(3, 7, None)]
 
 
