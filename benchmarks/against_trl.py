@@ -5,7 +5,8 @@
 
 Same models, prompts, number of responses, epochs, optimiser steps and length limit. TRL trains a value model beside the
 policy; ours is measured so, too, and with its default, a critic on the policy's trunk. Ours: all stages one after
-another as processes of their own, from their start to their end. TRL: PPOTrainer.train() alone, without its start.
+another as processes of their own, from their start to their end. TRL: PPOTrainer.train() alone, without its start. Its
+micro-batch has 16 rows, which padded are about as many tokens as compute.max_batch_tokens.
 """
 
 import argparse
@@ -74,7 +75,8 @@ def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_trl", description=__doc__)
     parser.add_argument("--project", type=Path, default=measure.ROOT, help="where `dvc repro` has run")
-    parser.add_argument("--prompts", type=int, default=64, help="a multiple of 8")
+    parser.add_argument("--prompts", type=int, default=64, help="a multiple of --micro-batch")
+    parser.add_argument("--micro-batch", type=int, default=16, help="rows of TRL's; its own default is 8")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1)
@@ -164,6 +166,7 @@ def trl_step(project: Path, rows: Path, dtype: str, arguments: argparse.Namespac
     out = project / "trl.json"
     command = [str(arguments.python), "-m", "benchmarks.trl_step", "--dtype", dtype, "--rows", str(rows)]
     command += ["--policy", "data/checkpoints/policy/0", "--reward-model", "data/checkpoints/reward_model"]
+    command += ["--micro-batch", str(arguments.micro_batch)]
     command += ["--max-new-tokens", str(arguments.max_new_tokens), "--epochs", str(arguments.epochs)]
     command += ["--temperature", str(temperature), "--out", str(out)]
     done = subprocess.run(command, cwd=project, env={**os.environ, "PYTHONPATH": str(measure.ROOT)}, check=False)

@@ -22,8 +22,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-MICRO_BATCH = 8  # rows; the default of TrainingArguments
-
 
 class Clock:
     """When TRL generated, and when its update began."""
@@ -40,7 +38,7 @@ def main() -> None:
     trainer = new_trainer(arguments, [row["prompt_ids"] for row in rows])
     clock = Clock()
     with ExitStack() as stack:
-        for name, replacement in hooks(clock, rows, arguments.max_new_tokens).items():
+        for name, replacement in hooks(clock, rows, arguments.max_new_tokens, arguments.micro_batch).items():
             stack.enter_context(mock.patch.object(ppo_trainer, name, replacement))
         began = time.perf_counter()
         trainer.train()
@@ -62,6 +60,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, required=True, help="JSONL of prompt_ids and response_ids")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True, help="rows")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -69,7 +68,7 @@ def parsed() -> argparse.Namespace:
 
 
 def new_trainer(arguments: argparse.Namespace, prompts: list[list[int]]) -> PPOTrainer:
-    """Return TRL's trainer: one minibatch of all rows, micro-batches of MICRO_BATCH rows, a value model of its own."""
+    """Return TRL's trainer: one minibatch of all rows, and a value model of its own."""
     options: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype)}
     tokenizer = AutoTokenizer.from_pretrained(arguments.policy, padding_side="left")
     classifier = AutoModelForSequenceClassification.from_pretrained
@@ -83,8 +82,8 @@ def new_trainer(arguments: argparse.Namespace, prompts: list[list[int]]) -> PPOT
         disable_tqdm=True,
         save_strategy="no",
         num_sample_generations=0,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=len(prompts) // MICRO_BATCH,
+        per_device_train_batch_size=arguments.micro_batch,
+        gradient_accumulation_steps=len(prompts) // arguments.micro_batch,
         num_mini_batches=1,
         num_ppo_epochs=arguments.epochs,
         total_episodes=len(prompts),
@@ -105,7 +104,7 @@ def new_trainer(arguments: argparse.Namespace, prompts: list[list[int]]) -> PPOT
     )
 
 
-def hooks(clock: Clock, given: list[dict[str, list[int]]], width: int) -> dict[str, Any]:
+def hooks(clock: Clock, given: list[dict[str, list[int]]], width: int, micro_batch: int) -> dict[str, Any]:
     """Return what stands for two of TRL's functions: they note the time, and one hands out the given responses."""
     generate, whiten = ppo_trainer.batch_generation, ppo_trainer.masked_whiten
 
@@ -121,7 +120,7 @@ def hooks(clock: Clock, given: list[dict[str, list[int]]], width: int) -> dict[s
         both = torch.cat([queries, torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])], dim=1)
         logits = [
             ppo_trainer.forward(model, part, pad_id).logits[:, queries.shape[1] - 1 : -1] / generation.temperature
-            for part in both.split(MICRO_BATCH)
+            for part in both.split(micro_batch)
         ]
         clock.generation += generated - began
         clock.exchange += time.perf_counter() - generated

@@ -42,7 +42,7 @@ class ComputeParams(Section):
     precision: Literal["float32", "bf16-autocast", "bfloat16"]
     max_batch_tokens: Count
     logits_chunk_tokens: Count
-    gradient_checkpointing: Literal["none", "recompute", "offload"]
+    gradient_checkpointing: Literal["none", "selective", "recompute", "offload"]
     processes: Count
 
 

@@ -56,9 +56,9 @@ def main() -> None:
         source, iteration=iteration, old_logprobs=ppo.old_logprobs, critic=critic is not None
     )
     adapted = policy_adapters(policy, state, **lora_options(params))
-    checkpoint_layers(policy, compute.gradient_checkpointing)
+    checkpoint_layers(policy, compute.gradient_checkpointing, compute.precision)
     if critic is not None and critic.backbone is not None:
-        checkpoint_layers(critic.backbone, compute.gradient_checkpointing)
+        checkpoint_layers(critic.backbone, compute.gradient_checkpointing, compute.precision)
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)

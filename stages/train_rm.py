@@ -63,7 +63,7 @@ def main() -> None:
     rows, held_out = read_rows("train", reader), read_rows("eval", reader)
     freeze_lowest(model, rm.frozen_layers)
     adapted = adapters(model, rm, seed) if rm.lora_rank else None
-    checkpoint_layers(model, compute.gradient_checkpointing)
+    checkpoint_layers(model, compute.gradient_checkpointing, compute.precision)
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)
     check_room(model, rm, steps=rm.epochs * -(-len(data.rows) // rm.batch_size))

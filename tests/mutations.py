@@ -81,6 +81,9 @@ MUTATIONS = [
     Mutation("rlhf_core/models/packing.py", "nullcontext() if packed is None", "nullcontext() if True", CHECKPOINTING),
     Mutation("rlhf_core/models/frozen.py", "not torch.equal(before, after)", "False", FROZEN),
     Mutation("rlhf_core/models/checkpointing.py", "module.training = True", "pass", CHECKPOINTING),
+    Mutation("rlhf_core/models/checkpointing.py", "not torch.equal(before, after)", "False", CHECKPOINTING),
+    Mutation("rlhf_core/models/checkpointing.py", "version != hidden._version", "version is None", CHECKPOINTING),
+    Mutation("rlhf_core/models/checkpointing.py", "if not torch.is_grad_enabled():", "if True:", CHECKPOINTING),
     # The full KL.
     Mutation(
         "rlhf_core/models/forward.py",

@@ -128,6 +128,27 @@ def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return output.last_hidden_state
 
 
+@torch.inference_mode()
+def states_of_probe(base: Any, precision: str) -> Tensor | None:
+    """Return the last hidden states of some tokens, to find out whether a change to a model changes any bit of them.
+
+    Args:
+        base: A model without its head.
+        precision: compute.precision.
+
+    Returns:
+        [1, 8, H]; None where the model takes more than tokens.
+    """
+    device = next(base.parameters()).device
+    ids = torch.arange(8, device=device)[None] % base.config.vocab_size
+    try:
+        with autocast(device, precision):
+            states: Tensor = base(input_ids=ids).last_hidden_state
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+        return None
+    return states
+
+
 def full_kl(
     policy: PreTrainedModel,
     reference: PreTrainedModel,

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_core.models.forward import autocast
+from rlhf_core.models.forward import states_of_probe
 from rlhf_core.models.memory import give_back_freed_memory
 from rlhf_core.models.packing import packable
 
@@ -28,25 +28,12 @@ def round_weights(model: PreTrainedModel, precision: str) -> None:
     packable(base)  # it runs the model without autocast, and remembers the answer
     layers = [module for module in base.modules() if type(module) is nn.Linear]
     exact = [layer.weight.data for layer in layers]
-    before = _probe(base, precision)
+    before = states_of_probe(base, precision)
     for layer in layers:
         layer.weight.data = layer.weight.data.to(torch.bfloat16)
-    after = _probe(base, precision)
+    after = states_of_probe(base, precision)
     if before is None or after is None or not torch.equal(before, after):
         for layer, weight in zip(layers, exact, strict=True):
             layer.weight.data = weight
     del exact
     give_back_freed_memory()
-
-
-@torch.inference_mode()
-def _probe(base: Any, precision: str) -> Tensor | None:
-    """Last hidden states of some tokens; None where the model takes more than tokens."""
-    device = next(base.parameters()).device
-    ids = torch.arange(8, device=device)[None] % base.config.vocab_size
-    try:
-        with autocast(device, precision):
-            states: Tensor = base(input_ids=ids).last_hidden_state
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        return None
-    return states

@@ -133,13 +133,13 @@ def _as_rows(model: PreTrainedModel, groups: Sequence[Group]) -> Iterator[None]:
         _packed.reset(token)
 
 
-def same_rows_again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a layer's pass and of its second pass: the rows of the first, or none.
+def same_rows_again() -> AbstractContextManager[None]:
+    """Return the context of a layer's second pass, for gradient checkpointing: the rows of the pass that runs now.
 
-    For torch.utils.checkpoint, whose second pass comes when packed_states has long returned.
+    It comes in the backward pass, when packed_states has long returned.
     """
     packed = _packed.get()
-    return nullcontext(), nullcontext() if packed is None else _as_rows(*packed)
+    return nullcontext() if packed is None else _as_rows(*packed)
 
 
 def _attention(
@@ -149,9 +149,13 @@ def _attention(
     options = {name: options[name] for name in ("scaling", "dropout") if name in options}
     packed = _packed.get()
     assert packed is not None
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # what it would do to each of them inside
+        flat = [x.to(torch.get_autocast_dtype(device)) for x in flat]
     found = []
     for group in packed[1]:
-        rows = [_padded(x[0, :, group.tokens].transpose(0, 1), group) for x in (query, key, value)]
+        rows = [_padded(x[group.tokens], group) for x in flat]
         states = _causal(module, rows, options).flatten(0, 1)
         found.append(states if group.places is None else states.index_select(0, group.places))
     return torch.cat(found)[None], None
@@ -161,16 +165,14 @@ def _padded(flat: Tensor, group: Group) -> Tensor:
     """[N, heads, D] of a group's tokens to [B, heads, S, D]."""
     if group.places is not None:
         whole = flat.new_zeros(group.count * group.width, *flat.shape[1:])
-        flat = whole.index_copy(0, group.places, flat)
+        flat = whole.index_put((group.places,), flat)  # which keeps nothing of it, unlike index_copy
     return flat.unflatten(0, (group.count, group.width)).transpose(1, 2)
 
 
 def _causal(module: torch.nn.Module, rows: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
     """Causal attention over query, key and value [B, heads, S, D]: [B, S, heads, D]."""
-    device = rows[0].device.type
-    if torch.is_autocast_enabled(device):  # what it would do to each of them inside
-        rows = [row.to(torch.get_autocast_dtype(device)) for row in rows]
-    short = device == "cpu" and rows[0].dtype == torch.bfloat16 and rows[0].shape[-2] <= _SLOW_BACKWARD
+    query = rows[0]
+    short = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[-2] <= _SLOW_BACKWARD
     if short and torch.is_grad_enabled() and not options.get("dropout"):
         found: Tensor = _Float32Backward.apply(module, options, *rows)
         return found
