@@ -252,6 +252,7 @@ class PpoUpdateParams(Section):
     lr_schedule: Literal["constant", "linear", "cosine"]
     schedule_steps: Count
     warmup_steps: CountOrZero
+    optimizer: Literal["adamw", "adamw_8bit"]
     adam_betas: Betas
     adam_eps: Positive
     weight_decay: NonNegative

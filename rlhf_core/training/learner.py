@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.checkpoint import OptimizerState
 from rlhf_core.models.critic import Critic
-from rlhf_core.training.optimizer import NamedParameters, adamw, captured, restore, schedule, trainable
+from rlhf_core.training.optimizer import Kind, NamedParameters, adamw, captured, restore, schedule, trainable
 
 # What new_learner takes from ppo_update's parameters.
 LEARNER = {
+    "optimizer",
     "learning_rate",
     "value_head_learning_rate",
     "critic_learning_rate",
@@ -32,7 +33,7 @@ class Learner:
     policy: PreTrainedModel
     critic: Critic | None
     parts: Mapping[str, NamedParameters]  # policy, value_head and critic (a separate one's backbone), as far as trained
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
     def clip_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -68,6 +69,7 @@ def new_learner(
     state: OptimizerState,
     *,
     critic_only: bool,
+    optimizer: Kind = "adamw",
     learning_rate: float,
     value_head_learning_rate: float,
     critic_learning_rate: float,
@@ -85,6 +87,7 @@ def new_learner(
         critic: None = no critic.
         state: From the previous iteration.
         critic_only: Train the critic alone (warm-up); a shared critic's trunk is the policy's, so only its head then.
+        optimizer: adamw, or adamw_8bit (eight_bit.py).
         learning_rate: Of the policy.
         value_head_learning_rate: Of the critic's head.
         critic_learning_rate: Of a separate critic's backbone.
@@ -93,6 +96,7 @@ def new_learner(
 
     Raises:
         ModelError: If the state is for other parameters.
+        ConfigError: See adamw.
     """
     whole = {"policy": trainable(policy, "policy")}
     rates = {"policy": learning_rate, "value_head": value_head_learning_rate, "critic": critic_learning_rate}
@@ -103,18 +107,19 @@ def new_learner(
     parts = {name: named for name, named in whole.items() if not (critic_only and name == "policy")}
     if critic_only:
         policy.requires_grad_(False)
-    optimizer = adamw(
+    steps = adamw(
         [(named, rates[name]) for name, named in parts.items()],
         betas=adam_betas,
         eps=adam_eps,
         weight_decay=weight_decay,
+        kind=optimizer,
     )
-    restore(optimizer, whole, state, trained=parts.keys())
+    restore(steps, whole, state, trained=parts.keys())
     scheduler = schedule(
-        optimizer,
+        steps,
         name=lr_schedule,
         warmup_steps=warmup_steps,
         total_steps=schedule_steps,
         first_step=max(state.steps.values(), default=0),
     )
-    return Learner(policy, critic, parts, optimizer, scheduler)
+    return Learner(policy, critic, parts, steps, scheduler)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +11,34 @@ from transformers import get_scheduler
 
 from rlhf_core.errors import ModelError, NonFiniteStep
 from rlhf_core.models.checkpoint import OptimizerState
+from rlhf_core.training.eight_bit import adamw_8bit, as_floats, held, parts_of, put_together
 from rlhf_core.training.lora import adapters_among
 
 logger = logging.getLogger("rlhf")
 
+Kind = Literal["adamw", "adamw_8bit"]
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def adamw(
-    groups: Sequence[tuple[NamedParameters, float]], *, betas: Sequence[float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Return AdamW over groups of (named parameters, learning rate)."""
-    return torch.optim.AdamW(
-        [{"params": [p for _, p in named], "lr": rate, "initial_lr": rate} for named, rate in groups],
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
-        fused=True,
-    )
+    groups: Sequence[tuple[NamedParameters, float]],
+    *,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    kind: Kind = "adamw",
+) -> torch.optim.Optimizer:
+    """Return AdamW over groups of (named parameters, learning rate).
+
+    Raises:
+        ConfigError: See adamw_8bit.
+    """
+    parameters = [{"params": [p for _, p in named], "lr": rate, "initial_lr": rate} for named, rate in groups]
+    options: dict[str, Any] = {"betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
+    if kind == "adamw_8bit":
+        optimizer: torch.optim.Optimizer = adamw_8bit(parameters, **options)
+        return optimizer
+    return torch.optim.AdamW(parameters, fused=True, **options)
 
 
 def schedule(
@@ -66,11 +76,12 @@ def _start_at(step: int, optimizer: torch.optim.Optimizer, scheduler: Any) -> No
     """Set the schedule to a step. Schedules are pure functions of it, so a later start needs no stored state."""
     scheduler.last_epoch = step
     for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = base * factor(step)
+        rate = base * factor(step)
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def restore(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     parts: Mapping[str, NamedParameters],
     state: OptimizerState,
     *,
@@ -104,13 +115,13 @@ def restore(
             if part in trained:
                 optimizer.state[parameter] = {
                     "step": torch.tensor(float(state.steps[part]), device=parameter.device),
-                    "exp_avg": state.first_moments[name].to(parameter.device, parameter.dtype),
-                    "exp_avg_sq": state.second_moments[name].to(parameter.device, parameter.dtype),
+                    "exp_avg": held(optimizer, parameter, "exp_avg", state.first_moments[name]),
+                    "exp_avg_sq": held(optimizer, parameter, "exp_avg_sq", state.second_moments[name]),
                 }
 
 
 def captured(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     trained: Mapping[str, NamedParameters],
     before: OptimizerState,
     *,
@@ -127,8 +138,8 @@ def captured(
         episode: See OptimizerState.
     """
     named = [pair for part in trained.values() for pair in part]
-    first = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named}
-    second = {name: optimizer.state[parameter]["exp_avg_sq"] for name, parameter in named}
+    first = {name: as_floats(optimizer.state[parameter]["exp_avg"]) for name, parameter in named}
+    second = {name: as_floats(optimizer.state[parameter]["exp_avg_sq"]) for name, parameter in named}
     return OptimizerState(
         steps=before.steps | {part: before.steps.get(part, 0) + steps for part in trained},
         episode=episode,
@@ -138,7 +149,7 @@ def captured(
     )
 
 
-def training_state(optimizer: torch.optim.AdamW, named: NamedParameters) -> dict[str, Tensor]:
+def training_state(optimizer: torch.optim.Optimizer, named: NamedParameters) -> dict[str, Tensor]:
     """Return all that a step changes besides the schedule: weights, moments and step counts of the trained parameters.
 
     Args:
@@ -146,16 +157,18 @@ def training_state(optimizer: torch.optim.AdamW, named: NamedParameters) -> dict
         named: All that are trained.
 
     Returns:
-        The tensors themselves, no copies, named weight/<name>, exp_avg/<name>, exp_avg_sq/<name> and step/<name>.
+        The tensors themselves, no copies, named weight/<name>, exp_avg/<name>, exp_avg_sq/<name> and step/<name>;
+        moments in 8 bits as exp_avg.codes/<name> and so on.
     """
     tensors = {f"weight/{name}": parameter.detach() for name, parameter in named}
     for name, parameter in named:
-        tensors |= {f"{key}/{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors |= {f"{part}/{name}": tensor for part, tensor in parts_of(key, value).items()}
     return tensors
 
 
 def put_training_state(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     named: NamedParameters,
     tensors: Mapping[str, Tensor],
@@ -171,13 +184,17 @@ def put_training_state(
         tensors: Of the same parameters.
         schedule_step: scheduler.last_epoch of that time.
     """
+    of: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        of.setdefault(name, {})[kind] = tensor
     with torch.no_grad():
         for name, parameter in named:
-            parameter.copy_(tensors[f"weight/{name}"])
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors]
-            if keys:
+            parts = of[name]
+            parameter.copy_(parts["weight"])
+            if "step" in parts:
                 optimizer.state[parameter] = {
-                    key: tensors[f"{key}/{name}"].to(parameter.device, copy=True) for key in keys
+                    key: put_together(optimizer, parameter, key, parts) for key in ("step", "exp_avg", "exp_avg_sq")
                 }
     _start_at(schedule_step, optimizer, scheduler)
 

@@ -4,13 +4,14 @@ Mutations that must fail here: the policy trained in warm-up; its moments lost t
 critic; a state of other parameters accepted; steps counted for parts that stood still.
 """
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.checkpoint import load_optimizer, save_optimizer
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule
 from tests.ppo_case import learner_of, run, scored, separate_critic, settings, shared_critic, weights
@@ -190,6 +191,18 @@ def test_a_step_is_adamw_s_with_its_own_betas_eps_and_decay():
     # Gradient 0: m = 0.16 of 1 - 0.64, v = 0.09 of 1 - 0.81; 2.45 * 0.95 - 0.5 * 0.444444 / (0.688247 + 0.25).
     clip_and_step(optimizer, scheduler, {"g": [parameter]}, max_grad_norm=1.0, where="here")
     assert parameter.item() == pytest.approx(2.090652, abs=1e-5)
+
+
+def test_moments_in_8_bits_need_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit.*needs torchao.*set it to adamw"):
+        adamw(
+            [([("p", nn.Parameter(torch.zeros(1)))], 1.0)],
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.0,
+            kind="adamw_8bit",
+        )
 
 
 def test_a_parameter_that_took_no_part_counts_as_one_with_gradient_zero():
