@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks import cases, measure
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.checkpoint import OptimizerState, new_value_head
+from rlhf_core.models.checkpointing import checkpoint_layers
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.forward import autocast, for_all_rows
 from rlhf_core.models.loading import load_causal_lm, torch_device
@@ -57,6 +58,7 @@ def main() -> None:
 def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Return seconds, real tokens and padding of one epoch."""
     learner, rows, settings = prepared(arguments)
+    checkpoint_layers(learner.policy, "selective", arguments.precision)  # as params.yaml has it
     responses = scored(learner, rows, settings)
     few = list(range(min(2, len(rows.lengths))))
     update(learner, chosen(responses, few), settings, ALONE, lambda metrics: None, None)  # first calls are slow

@@ -178,7 +178,7 @@ def _trained(epoch: int, losses: Sequence[float | None], per_epoch: int, *, size
 
 
 def _resumed(
-    optimizer: torch.optim.AdamW, scheduler: Any, named: NamedParameters, best: "_Best", saves: Saves | None
+    optimizer: torch.optim.Optimizer, scheduler: Any, named: NamedParameters, best: "_Best", saves: Saves | None
 ) -> list[float | None]:
     """Put everything where a killed run was, and return the losses of its steps, None for one that was refused."""
     found = None if saves is None else saves.newest()
@@ -193,7 +193,7 @@ def _resumed(
 
 
 def _save(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     scheduler: Any,
     named: NamedParameters,
     best: "_Best",
