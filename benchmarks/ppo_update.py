@@ -126,7 +126,7 @@ def learner_of(policy: PreTrainedModel) -> Learner:
     """Return a policy with a shared critic and an optimiser, as the first iteration has them."""
     critic = Critic(new_value_head(policy.config.hidden_size).to(policy.device))
     return new_learner(
-        policy, critic, NEW, critic_only=False, learning_rate=1e-6, value_head_learning_rate=1e-6,
+        policy, critic, NEW, critic_only=False, optimizer="adamw", learning_rate=1e-6, value_head_learning_rate=1e-6,
         critic_learning_rate=1e-6, adam_betas=(0.9, 0.999), adam_eps=1e-8, weight_decay=0.0, lr_schedule="constant",
         warmup_steps=0, schedule_steps=1,
     )  # fmt: skip

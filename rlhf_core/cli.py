@@ -131,18 +131,8 @@ def inspect(
     if tokens:
         directory = tokenizer or _TOKENIZER
         _warn_if_other_tokenizer(path, directory)
-        texts = [token_texts(directory, row["response_ids"]) for row in rows]
-        if as_json:
-            rows = [{**row, "tokens": pieces} for row, pieces in zip(rows, texts, strict=True)]
-        tables = [
-            token_table(
-                pieces,
-                row["response_ids"],
-                {name: row[name] for name in _token_columns(available)},
-                {AFTER_COLUMNS[name]: row[name] for name in after},
-            )
-            for row, pieces in zip(rows, texts, strict=True)
-        ]
+        rows = [{**row, "tokens": token_texts(directory, row["response_ids"])} for row in rows]
+        tables = [_token_table(row, available) for row in rows]
         shown = [*shown, *(["tokens", *extra] if as_json else [])]
     rows = [{name: row[name] for name in dict.fromkeys(shown)} for row in rows]
     if as_json:
@@ -153,6 +143,16 @@ def inspect(
         print_records(screen, rows, tables)
     if not rows:
         typer.echo("no row passes", err=True)
+
+
+def _token_table(row: dict[str, Any], available: list[str]) -> Any:
+    """Return a row's tokens with their numbers, one line each."""
+    return token_table(
+        row["tokens"],
+        row["response_ids"],
+        {name: row[name] for name in _token_columns(available)},
+        {name: row[column] for column, name in AFTER_COLUMNS.items() if column in available},
+    )
 
 
 @app.command()

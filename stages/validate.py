@@ -4,9 +4,10 @@ Its out is a constant file that other stages depend on: a bad value stops here, 
 change cascades nothing by itself.
 """
 
+import importlib.util
 from pathlib import Path
 
-from rlhf_core.config import Params, load_run
+from rlhf_core.config import Params, Run, load_run
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import publish, run_stage, work_directory
 
@@ -15,7 +16,8 @@ OK = Path("data/.checks/config.ok")
 
 def main() -> None:
     """Raise with all problems, or write the constant."""
-    problems = missing_inputs(load_run().params, Path("."))
+    run = load_run()
+    problems = missing_inputs(run.params, Path(".")) + missing_packages(run)
     if problems:
         raise ConfigError("\n".join(problems))
     finished = work_directory("validate", {}) / OK.name
@@ -38,6 +40,17 @@ def missing_inputs(params: Params, root: Path) -> list[str]:
         elif directory.is_dir() and not (directory / "config.json").is_file():
             problems.append(f"params.yaml: {key} is {source!r}: this directory holds no model (config.json is missing)")
     return problems
+
+
+def missing_packages(run: Run) -> list[str]:
+    """Return one line for each optional package that an iteration's parameters ask for and that is not installed."""
+    used = any(run.at(name).ppo_update.optimizer == "adamw_8bit" for name in run.iterations)
+    if not used or importlib.util.find_spec("torchao") is not None:
+        return []
+    return [
+        "params.yaml: ppo_update.optimizer is adamw_8bit, which needs torchao, and that is not installed; run"
+        " `.venv/bin/pip install --no-deps torchao==0.18.0`, or set it to adamw"
+    ]
 
 
 if __name__ == "__main__":

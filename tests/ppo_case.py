@@ -82,7 +82,8 @@ def learner_of(
 ) -> Learner:
     rates = {"learning_rate": learning_rate, "value_head_learning_rate": learning_rate}
     values: dict[str, Any] = {
-        **rates, "critic_learning_rate": learning_rate, "adam_betas": (0.9, 0.999), "adam_eps": 1e-8,
+        **rates, "critic_learning_rate": learning_rate, "optimizer": "adamw", "adam_betas": (0.9, 0.999),
+        "adam_eps": 1e-8,
         "weight_decay": 0.0, "lr_schedule": "constant", "warmup_steps": 0, "schedule_steps": 1,
     }  # fmt: skip
     return new_learner(model, critic, state, critic_only=critic_only, **{**values, **changes})

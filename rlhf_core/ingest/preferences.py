@@ -62,18 +62,11 @@ def preferences_table(
     for pair_id, (key, pair) in tqdm(_unique_ids(pairs).items(), desc="pairs", unit="row", disable=None):
         if key not in kept:
             continue
-        texts = pair.responses
-        found = special_string(tokenizer, pair.content) or special_string(tokenizer, "\n".join(texts))
-        if found is not None and special_tokens_in_text == "drop":
+        if _has_special_tokens(pair, tokenizer, special_tokens_in_text):
             drops.add("special_tokens_in_pair", pair.where)
             continue
-        if found is not None and special_tokens_in_text == "error":
-            raise DataError(
-                f"{pair.where}: the text contains the special token {found!r}; set ingest.special_tokens_in_text to"
-                " escape or drop"
-            )
         rendered, prompt_tokens = at_row(pair.where, tokenizer, pair.content, special_tokens_in_text)
-        whole = [response_ids(tokenizer, text, eos_id=eos_id) for text in texts]
+        whole = [response_ids(tokenizer, text, eos_id=eos_id) for text in pair.responses]
         room = max(0, max_pair_tokens - len(prompt_tokens))
         cut = [tokens[:room] for tokens in whole]
         if all(tokens == cut[0] for tokens in cut):
@@ -81,22 +74,34 @@ def preferences_table(
             drops.add("identical_pair" if identical else "identical_after_truncation", pair.where)
             continue
         drops.truncated += cut != whole
-        table.append(
-            {
-                "pair_id": pair_id,
-                "messages": None if isinstance(pair.content, str) else pair.content,
-                "prompt": rendered,
-                "prompt_ids": prompt_tokens,
-                "responses": texts,
-                "response_ids": cut,
-                "ranks": pair.ranks,
-                "margin": pair.margin,
-                "agreement": pair.agreement,
-                "source": pair.source,
-                "split": sides[key],
-            }
-        )
+        row = {"pair_id": pair_id, "prompt": rendered, "prompt_ids": prompt_tokens, "response_ids": cut}
+        table.append(row | _taken_over(pair) | {"split": sides[key]})
     return pa.Table.from_pylist(table, schema=PREFERENCES)
+
+
+def _has_special_tokens(pair: Pair, tokenizer: "PreTrainedTokenizerBase", special_tokens_in_text: str) -> bool:
+    """Whether a pair is to be dropped for the text of a special token in it; where that is an error, raise it."""
+    if special_tokens_in_text == "escape":
+        return False
+    found = special_string(tokenizer, pair.content) or special_string(tokenizer, "\n".join(pair.responses))
+    if found is not None and special_tokens_in_text == "error":
+        raise DataError(
+            f"{pair.where}: the text contains the special token {found!r}; set ingest.special_tokens_in_text to"
+            " escape or drop"
+        )
+    return found is not None
+
+
+def _taken_over(pair: Pair) -> dict[str, Any]:
+    """Columns that are in the file as they are in the table."""
+    return {
+        "messages": None if isinstance(pair.content, str) else pair.content,
+        "responses": pair.responses,
+        "ranks": pair.ranks,
+        "margin": pair.margin,
+        "agreement": pair.agreement,
+        "source": pair.source,
+    }
 
 
 def _sorted_out(

@@ -81,25 +81,29 @@ def prompts_table(
                 drops.add("prompt_too_long", prompt.where)
                 continue
             if too_long == "error":
-                raise DataError(
-                    f"{prompt.where}: the prompt has {len(tokens)} tokens; ingest.max_prompt_tokens is"
-                    f" {max_prompt_tokens}: raise it, or set ingest.too_long to drop or truncate_left"
-                )
+                raise _too_long(prompt.where, len(tokens), max_prompt_tokens)
             tokens = _last_tokens(tokens, max_prompt_tokens, tokenizer.bos_token_id)
             rendered = str(tokenizer.decode(tokens, skip_special_tokens=False))
             drops.truncated += 1
-        table.append(
-            {
-                "prompt_id": ids[key],
-                "messages": None if isinstance(prompt.content, str) else prompt.content,
-                "prompt": rendered,
-                "prompt_ids": tokens,
-                "ground_truth": prompt.ground_truth,
-                "source": prompt.source,
-                "split": sides[key],
-            }
-        )
+        row = {"prompt_id": ids[key], "prompt": rendered, "prompt_ids": tokens, "split": sides[key]}
+        table.append(row | _taken_over(prompt))
     return pa.Table.from_pylist(table, schema=PROMPTS), sides
+
+
+def _too_long(where: str, tokens: int, most: int) -> DataError:
+    return DataError(
+        f"{where}: the prompt has {tokens} tokens; ingest.max_prompt_tokens is"
+        f" {most}: raise it, or set ingest.too_long to drop or truncate_left"
+    )
+
+
+def _taken_over(prompt: Prompt) -> dict[str, Any]:
+    """Columns that are in the file as they are in the table."""
+    return {
+        "messages": None if isinstance(prompt.content, str) else prompt.content,
+        "ground_truth": prompt.ground_truth,
+        "source": prompt.source,
+    }
 
 
 def at_row(

@@ -1,6 +1,6 @@
 """Gradient checkpointing: activations are made again in the backward pass instead of being kept.
 
-Left out: the mechanism, which is torch's and transformers' own.
+Left out: the mechanism of a second pass, which is torch's and transformers' own.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,7 +31,7 @@ def checkpoint_layers(model: PreTrainedModel, how: GradientCheckpointing, precis
     Args:
         model: About to be trained; on its device.
         how: compute.gradient_checkpointing. none: nothing is done. selective: norms and what stands between the
-            products of gated MLPs are made again, which takes hardly any time. recompute: only inputs of layers are
+            products of gated MLPs are made again, in a few percent of the time. recompute: only inputs of layers are
             kept. offload: these wait in host memory.
         precision: compute.precision.
 
@@ -134,5 +135,6 @@ class _Rounded(torch.autograd.Function):
         return rounded
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.float(), None

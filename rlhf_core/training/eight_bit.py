@@ -26,15 +26,12 @@ def adamw_8bit(groups: Sequence[dict[str, Any]], *, betas: tuple[float, float], 
         betas, eps, weight_decay: As of torch.optim.AdamW.
 
     Raises:
-        ConfigError: If torchao is not installed.
+        ConfigError: If torchao cannot be imported.
     """
     try:
-        library: Any = importlib.import_module("torchao.optim")
-    except ImportError:
-        raise ConfigError(
-            "ppo_update.optimizer is adamw_8bit, which needs torchao, and that is not installed; run"
-            " `.venv/bin/pip install --no-deps torchao==0.18.0`, or set it to adamw"
-        ) from None
+        library: Any = importlib.import_module("torchao.optim")  # not at the top: it is optional, and slow to import
+    except ImportError as error:  # the validate stage looks for it, but that may be long ago
+        raise ConfigError(f"ppo_update.optimizer is adamw_8bit, which needs torchao: {error}") from None
     return library.AdamW8bit(list(groups), betas=betas, eps=eps, weight_decay=weight_decay)
 
 

@@ -69,7 +69,7 @@ def new_learner(
     state: OptimizerState,
     *,
     critic_only: bool,
-    optimizer: Kind = "adamw",
+    optimizer: Kind,
     learning_rate: float,
     value_head_learning_rate: float,
     critic_learning_rate: float,
@@ -96,7 +96,6 @@ def new_learner(
 
     Raises:
         ModelError: If the state is for other parameters.
-        ConfigError: See adamw.
     """
     whole = {"policy": trainable(policy, "policy")}
     rates = {"policy": learning_rate, "value_head": value_head_learning_rate, "critic": critic_learning_rate}
@@ -107,19 +106,19 @@ def new_learner(
     parts = {name: named for name, named in whole.items() if not (critic_only and name == "policy")}
     if critic_only:
         policy.requires_grad_(False)
-    steps = adamw(
+    adam = adamw(
         [(named, rates[name]) for name, named in parts.items()],
         betas=adam_betas,
         eps=adam_eps,
         weight_decay=weight_decay,
         kind=optimizer,
     )
-    restore(steps, whole, state, trained=parts.keys())
+    restore(adam, whole, state, trained=parts.keys())
     scheduler = schedule(
-        steps,
+        adam,
         name=lr_schedule,
         warmup_steps=warmup_steps,
         total_steps=schedule_steps,
         first_step=max(state.steps.values(), default=0),
     )
-    return Learner(policy, critic, parts, steps, scheduler)
+    return Learner(policy, critic, parts, adam, scheduler)

@@ -26,13 +26,9 @@ def adamw(
     betas: Sequence[float],
     eps: float,
     weight_decay: float,
-    kind: Kind = "adamw",
+    kind: Kind,
 ) -> torch.optim.Optimizer:
-    """Return AdamW over groups of (named parameters, learning rate).
-
-    Raises:
-        ConfigError: See adamw_8bit.
-    """
+    """Return AdamW over groups of (named parameters, learning rate); of kind adamw_8bit, with moments in 8 bits."""
     parameters = [{"params": [p for _, p in named], "lr": rate, "initial_lr": rate} for named, rate in groups]
     options: dict[str, Any] = {"betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
     if kind == "adamw_8bit":

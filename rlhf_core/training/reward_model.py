@@ -140,7 +140,7 @@ def train(
         NonFiniteStep: If a loss or gradient is not finite more often than that, or throughout the epoch that is kept.
     """
     named = trainable(model, "reward_model")
-    optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay)
+    optimizer = adamw([(named, learning_rate)], betas=adam_betas, eps=adam_eps, weight_decay=weight_decay, kind="adamw")
     batches = list(minibatches(len(rows), epochs=epochs, minibatch_size=batch_size, seed=seed))
     warmup = math.ceil(warmup_fraction * len(batches))
     scheduler = schedule(optimizer, name="linear", warmup_steps=warmup, total_steps=len(batches) + 1, first_step=0)

@@ -115,8 +115,8 @@ def solve(estimator: str, kl_coef: float) -> tuple[float, float, float, float]:
     learner = new_learner(
         tiny_model().eval(), critic, OptimizerState(steps={}, episode=0, first_moments={}, second_moments={}),
         critic_only=False, learning_rate=1e-3, value_head_learning_rate=1e-2, critic_learning_rate=1e-3,
-        adam_betas=(0.9, 0.99), adam_eps=1e-8, weight_decay=0.0, lr_schedule="linear", warmup_steps=0,
-        schedule_steps=STEPS + 1,
+        optimizer="adamw", adam_betas=(0.9, 0.99), adam_eps=1e-8, weight_decay=0.0, lr_schedule="linear",
+        warmup_steps=0, schedule_steps=STEPS + 1,
     )  # fmt: skip
     params = AdvantageParams(
         estimator=estimator, kl_coef=kl_coef, whiten_advantages=ESTIMATORS[estimator], gamma=1.0, gae_lambda=0.95,

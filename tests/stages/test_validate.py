@@ -7,6 +7,7 @@ on disk.
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlhf_core.config import Params, load_run
 from rlhf_core.errors import ConfigError
@@ -52,6 +53,22 @@ def test_bad_value_stops_and_keeps_the_old_out(project: Path) -> None:
     with pytest.raises(ConfigError, match="seed"):
         validate.main()
     assert (project / "data/.checks/config.ok").exists()
+
+
+@pytest.mark.parametrize("where", ["params.yaml", "iterations.yaml"])
+def test_an_optional_package_is_asked_for_before_any_stage_needs_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    yaml = YAML()
+    content = yaml.load(project / where)
+    groups = content if where == "params.yaml" else content["iterations"]["2"]
+    groups.setdefault("ppo_update", {})["optimizer"] = "adamw_8bit"
+    yaml.dump(content, project / where)
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None if name == "torchao" else 1)
+    with pytest.raises(ConfigError, match=r"adamw_8bit, which needs torchao.*pip install.*or set it to adamw"):
+        validate.main()
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: 1)
+    validate.main()
 
 
 def test_all_missing_files_at_once(tmp_path: Path) -> None:

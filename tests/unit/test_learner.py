@@ -4,14 +4,13 @@ Mutations that must fail here: the policy trained in warm-up; its moments lost t
 critic; a state of other parameters accepted; steps counted for parts that stood still.
 """
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.errors import ModelError
 from rlhf_core.models.checkpoint import load_optimizer, save_optimizer
 from rlhf_core.training.optimizer import adamw, clip_and_step, schedule
 from tests.ppo_case import learner_of, run, scored, separate_critic, settings, shared_critic, weights
@@ -168,7 +167,7 @@ def test_the_state_is_the_same_after_a_reload(tmp_path):
 )
 def test_schedules_continue_where_the_last_iteration_stopped(name, first_step, expected):
     parameter = nn.Parameter(torch.zeros(1))
-    optimizer = adamw([([("p", parameter)], 1.0)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = adamw([([("p", parameter)], 1.0)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, kind="adamw")
     scheduler = schedule(optimizer, name=name, warmup_steps=2, total_steps=10, first_step=first_step)
     found = [optimizer.param_groups[0]["lr"]]
     optimizer.step()
@@ -181,7 +180,7 @@ def test_a_step_is_adamw_s_with_its_own_betas_eps_and_decay():
     # Gradient 2 clipped to norm 1: m = 0.2 * 1, v = 0.1 * 1; corrected by 1 - 0.8 and 1 - 0.9 both are 1.
     # w = 3 * (1 - 0.5 * 0.1) - 0.5 * 1 / (sqrt(1) + 0.25) = 2.85 - 0.4
     parameter = nn.Parameter(torch.tensor([3.0]))
-    optimizer = adamw([([("p", parameter)], 0.5)], betas=(0.8, 0.9), eps=0.25, weight_decay=0.1)
+    optimizer = adamw([([("p", parameter)], 0.5)], betas=(0.8, 0.9), eps=0.25, weight_decay=0.1, kind="adamw")
     scheduler = schedule(optimizer, name="constant", warmup_steps=0, total_steps=1, first_step=0)
     parameter.grad = torch.tensor([2.0])
     norms = clip_and_step(optimizer, scheduler, {"g": [parameter]}, max_grad_norm=1.0, where="here")
@@ -193,21 +192,11 @@ def test_a_step_is_adamw_s_with_its_own_betas_eps_and_decay():
     assert parameter.item() == pytest.approx(2.090652, abs=1e-5)
 
 
-def test_moments_in_8_bits_need_torchao(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"adamw_8bit.*needs torchao.*set it to adamw"):
-        adamw(
-            [([("p", nn.Parameter(torch.zeros(1)))], 1.0)],
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.0,
-            kind="adamw_8bit",
-        )
-
-
 def test_a_parameter_that_took_no_part_counts_as_one_with_gradient_zero():
     used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer = adamw([([("a", used), ("b", unused)], 0.1)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = adamw(
+        [([("a", used), ("b", unused)], 0.1)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, kind="adamw"
+    )
     scheduler = schedule(optimizer, name="constant", warmup_steps=0, total_steps=1, first_step=0)
     used.grad = torch.ones(1)
     clip_and_step(optimizer, scheduler, {"g": [used, unused]}, max_grad_norm=1.0, where="here")

@@ -276,5 +276,5 @@ def test_an_architecture_that_caps_its_logits_is_refused(tmp_path):
 def test_adamw_holds_each_parameter_once(tiny_dir):
     model = new_classifier(tiny_dir, device=CPU, precision="float32", seed=0)
     named = trainable(model, "rm")
-    optimizer = adamw([(named, 1e-3)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = adamw([(named, 1e-3)], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, kind="adamw")
     assert len(optimizer.param_groups[0]["params"]) == len({id(p) for _, p in named}) == len(named)
