@@ -68,7 +68,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2, help="responses to each prompt")
     parser.add_argument("--shard-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32", help="sampling.dtype")
+    parser.add_argument("--dtype", default="bfloat16", help="sampling.dtype")
     parser.add_argument("--repeats", type=int, default=3, help="rounds that count, after one that does not")
     parser.add_argument("--work", type=Path, default=measure.RESULTS / "rollout", help="scratch directory")
     parser.add_argument("--json", type=Path, help="where the result goes")

@@ -45,9 +45,9 @@ def main() -> None:
     critic_only = len(run.chain(iteration)) <= ppo.critic_warmup_iterations
     source = Path(f"data/advantages/iteration={iteration}")
     before = {name: CHECKPOINTS / name / prev for name in ("policy", "critic", "optimizer")}
-    metadata = checked(source, before["policy"], before["critic"])
-    processes, device = join(torch_device(compute.device))
     inputs = {str(path): hash_path(path) for path in (source, *before.values())}
+    metadata = checked(source, inputs, before["policy"], before["critic"])
+    processes, device = join(torch_device(compute.device))
     work = work_of(iteration, inputs, params, processes, critic_only=critic_only)
     policy = load_causal_lm(before["policy"], device=device, precision=compute.precision)
     critic = load_critic(before["critic"], policy=policy, device=device, precision=compute.precision)
@@ -96,11 +96,11 @@ def check_room(policy: Any, critic: Any, *, saved: bool) -> None:
     require_space(CHECKPOINTS, needed, what + saved * ", kept a second time meanwhile (ppo_update.save_every),")
 
 
-def checked(source: Path, policy: Path, critic: Path) -> dict[str, Any]:
-    """Return the shards' metadata after checking that they were scored with this policy and critic."""
+def checked(source: Path, inputs: dict[str, str], policy: Path, critic: Path) -> dict[str, Any]:
+    """Return the shards' metadata after checking that they were scored with this policy and critic, given all hashes."""
     metadata = read_metadata(source)
     for name, path in (("policy", policy), ("critic", critic)):
-        if metadata[name] != hash_path(path):
+        if metadata[name] != inputs[str(path)]:
             raise StaleInput(
                 f"{source} was made with another {name} than {path}; run `dvc repro advantages@{metadata['iteration']}`"
             )

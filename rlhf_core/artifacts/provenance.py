@@ -2,10 +2,12 @@
 
 import fnmatch
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, ModelError
 
+_THREADS = 4  # files that are hashed at once; hashlib lets other threads run meanwhile
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,7 +38,9 @@ def hash_path(path: Path) -> str:
         return _hash_file(path)
     if not path.is_dir():
         raise ArtifactError(f"{path}: no such file or directory; run `dvc repro` for the stage that writes it")
-    return combined_hash({name: _hash_file(path / name) for name in content_files(path)})
+    names = content_files(path)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return combined_hash(dict(zip(names, pool.map(lambda name: _hash_file(path / name), names), strict=True)))
 
 
 def content_files(directory: Path) -> list[str]:

@@ -294,6 +294,19 @@ def test_a_float_that_is_not_finite_is_refused_by_row_and_position(tmp_path: Pat
     refused(tmp_path, [ROWS[0], ROWS[1], bad], NumericError, text)
 
 
+def test_infinities_whose_sum_is_no_infinity_are_refused(tmp_path: Path) -> None:
+    bad = row("p9-4", [3, 4, 5], [float("inf"), -0.1, float("-inf")])
+    text = r"row 0 \(sample_id '1-p9-4'\), column sampler_logprobs, position 0: expected a finite number, found inf"
+    refused(tmp_path, [bad], NumericError, text)
+
+
+def test_finite_numbers_whose_sum_overflows_are_written(tmp_path: Path) -> None:
+    large = float(np.finfo(np.float32).max)
+    path = tmp_path / shard_name(0)
+    write_shard(path, pa.Table.from_pylist([row("p9-4", [3, 4, 5], [large] * 3)]), ROLLOUTS, METADATA)
+    assert read_shard(path)["sampler_logprobs"].to_pylist() == [[large] * 3]
+
+
 def test_a_nan_score_is_refused_by_row(tmp_path: Path) -> None:
     pairs = [pair("a", [[2], [2]]), pair("b", [[2], [2]], margin=float("nan"))]
     with pytest.raises(

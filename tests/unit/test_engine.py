@@ -322,6 +322,16 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 
 @real_vllm
+def test_nothing_is_traced_for_torch_compile_on_a_cpu(sampler: Sampler) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    draw(sampler)
+    assert counters["frames"] == {}
+
+
+@real_vllm
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_samples_follow_the_distribution(sampler: Sampler, forward: Any, temperature: float) -> None:
     # E[log p(x)] = -entropy, whose standard error over n draws is sd(log p) / sqrt(n): within 4 of them.
