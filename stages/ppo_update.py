@@ -97,7 +97,7 @@ def check_room(policy: Any, critic: Any, *, saved: bool) -> None:
 
 
 def checked(source: Path, inputs: dict[str, str], policy: Path, critic: Path) -> dict[str, Any]:
-    """Return the shards' metadata after checking that they were scored with this policy and critic, given all hashes."""
+    """Return the shards' metadata after checking by all hashes that this policy and critic scored them."""
     metadata = read_metadata(source)
     for name, path in (("policy", policy), ("critic", critic)):
         if metadata[name] != inputs[str(path)]:

@@ -107,7 +107,7 @@ def kl_verdict(rows: list[Row]) -> Verdict:
         return Verdict(
             "low",
             "negative beyond noise: the samples are not drawn from the policy that is compared with the reference",
-            "Check mismatch/k3; let sampling.dtype go with compute.precision, and the temperature be one on both sides.",
+            "Check mismatch/k3; let sampling.dtype go with compute.precision, and use one temperature.",
         )
     if value < KL_LOW and len(rows) <= KL_EARLY_ITERATIONS:
         return Verdict(
@@ -260,7 +260,7 @@ def mismatch_verdict(rows: list[Row]) -> Verdict:
         return Verdict(
             "high",
             "sampler and trainer disagree about the same policy, which biases every ratio",
-            "Let sampling.dtype go with compute.precision (docs/parameters.md, Rounding); one temperature and tokenizer.",
+            "Let sampling.dtype go with compute.precision (docs/parameters.md, Rounding); check the temperature.",
         )
     return Verdict("ok", "sampler and trainer agree")
 

@@ -116,8 +116,8 @@ def check_mismatch(report: dict[str, Any], bound: float, where: Path) -> None:
     raise NumericError(
         f"sampler and trainer disagree about the sampler's own policy by {report['k3']:.4g} nats a token (mismatch/k3),"
         f" allowed is score.max_mismatch_k3 = {bound}. The worst tokens{named or ': none are listed'}; more in {where}."
-        " Likely causes: another temperature or dtype on one side, or weights that one side does not load. sampling.dtype"
-        " bfloat16 goes with compute.precision bf16-autocast, float32 with float32"
+        " Likely causes: another temperature or dtype on one side, or weights that one side does not load."
+        " sampling.dtype bfloat16 goes with compute.precision bf16-autocast, float32 with float32"
     )
 
 

@@ -256,8 +256,8 @@ class Sampler:
         self._llm.reset_prefix_cache()
         torch.manual_seed(seed)
         requests: Any = [{"prompt_token_ids": ids} for ids in prompt_ids for _ in range(n)]
-        # vLLM's sampler holds one function that torch compiles even in an eager engine: on a CPU two seconds of tracing,
-        # in every process, for nothing.
+        # vLLM's sampler holds one function that torch compiles even in an eager engine: on a CPU a second or two of
+        # tracing in every process, for nothing.
         with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         return samples_of(outputs, prompt_ids, n=n, eos_ids=eos_ids, names=names, drop_nonfinite=self._drop_nonfinite)
