@@ -43,10 +43,11 @@ class ComputeParams(Section):
     max_batch_tokens: Count
     logits_chunk_tokens: Count
     gradient_checkpointing: Literal["none", "selective", "recompute", "offload"]
+    torch_compile: bool
     processes: Count
 
 
-TRAINING_ONLY = {"gradient_checkpointing", "processes"}  # of compute
+TRAINING_ONLY = {"gradient_checkpointing", "torch_compile", "processes"}  # of compute
 
 
 class SamplingParams(Section):

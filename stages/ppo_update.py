@@ -17,6 +17,7 @@ from rlhf_core.disk import require_space
 from rlhf_core.errors import StaleInput
 from rlhf_core.models.checkpoint import load_critic, load_optimizer, save_critic, save_optimizer
 from rlhf_core.models.checkpointing import checkpoint_layers
+from rlhf_core.models.fusing import fuse_layers
 from rlhf_core.models.loading import load_causal_lm, save_like, tensor_bytes, torch_device
 from rlhf_core.models.memory import keep_freed_memory
 from rlhf_core.models.tokenizer import load_tokenizer, pad_id
@@ -56,9 +57,10 @@ def main() -> None:
         source, iteration=iteration, old_logprobs=ppo.old_logprobs, critic=critic is not None
     )
     adapted = policy_adapters(policy, state, **lora_options(params))
-    checkpoint_layers(policy, compute.gradient_checkpointing, compute.precision)
-    if critic is not None and critic.backbone is not None:
-        checkpoint_layers(critic.backbone, compute.gradient_checkpointing, compute.precision)
+    for model in (policy, *([critic.backbone] if critic is not None and critic.backbone is not None else [])):
+        if compute.torch_compile:
+            fuse_layers(model, compute.precision)
+        checkpoint_layers(model, compute.gradient_checkpointing, compute.precision)
     learner = new_learner(policy, critic, state, critic_only=critic_only, **ppo.model_dump(include=LEARNER))
     settings = update_settings(params, metadata, iteration, pad_id(load_tokenizer(before["policy"])))
     steps = step_count(responses, settings)

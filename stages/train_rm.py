@@ -16,6 +16,7 @@ from rlhf_core.disk import require_space
 from rlhf_core.errors import DataError
 from rlhf_core.models.checkpoint import MEASURED_SCORES, save_normalisation
 from rlhf_core.models.checkpointing import checkpoint_layers
+from rlhf_core.models.fusing import fuse_layers
 from rlhf_core.models.loading import (
     local_directory,
     new_classifier,
@@ -63,6 +64,8 @@ def main() -> None:
     rows, held_out = read_rows("train", reader), read_rows("eval", reader)
     freeze_lowest(model, rm.frozen_layers)
     adapted = adapters(model, rm, seed) if rm.lora_rank else None
+    if compute.torch_compile:
+        fuse_layers(model, compute.precision)
     checkpoint_layers(model, compute.gradient_checkpointing, compute.precision)
     execution = Execution(compute.max_batch_tokens, compute.precision, pad_id(tokenizer), processes)
     data = to_train_on(rows, rm)

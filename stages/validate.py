@@ -5,6 +5,8 @@ change cascades nothing by itself.
 """
 
 import importlib.util
+import os
+import shutil
 from pathlib import Path
 
 from rlhf_core.config import Params, Run, load_run
@@ -43,14 +45,21 @@ def missing_inputs(params: Params, root: Path) -> list[str]:
 
 
 def missing_packages(run: Run) -> list[str]:
-    """Return one line for each optional package that an iteration's parameters ask for and that is not installed."""
-    used = any(run.at(name).ppo_update.optimizer == "adamw_8bit" for name in run.iterations)
-    if not used or importlib.util.find_spec("torchao") is not None:
-        return []
-    return [
-        "params.yaml: ppo_update.optimizer is adamw_8bit, which needs torchao, and that is not installed; run"
-        " `.venv/bin/pip install --no-deps torchao==0.18.0`, or set it to adamw"
-    ]
+    """Return one line for each optional program or package that parameters ask for and that is not installed."""
+    problems = []
+    in_8_bits = any(run.at(name).ppo_update.optimizer == "adamw_8bit" for name in run.iterations)
+    if in_8_bits and importlib.util.find_spec("torchao") is None:
+        problems.append(
+            "params.yaml: ppo_update.optimizer is adamw_8bit, which needs torchao, and that is not installed; run"
+            " `.venv/bin/pip install --no-deps torchao==0.18.0`, or set it to adamw"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if run.params.compute.torch_compile and shutil.which(compiler) is None:
+        problems.append(
+            f"params.yaml: compute.torch_compile is true, which needs a C++ compiler, and there is no {compiler};"
+            " install one, name it in the environment variable CXX, or set it to false"
+        )
+    return problems
 
 
 if __name__ == "__main__":

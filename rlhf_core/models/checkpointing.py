@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import states_of_probe
+from rlhf_core.models.fusing import gated, norms
 from rlhf_core.models.packing import same_rows_again
 
 GradientCheckpointing = Literal["none", "selective", "recompute", "offload"]
@@ -81,22 +82,17 @@ def _keep_products(model: PreTrainedModel, precision: str) -> None:
 
 
 def _lighter(model: nn.Module) -> list[nn.Module]:
-    """Norms of layers, linear layers, and gated MLPs."""
+    """Linear layers, and the norms and gated MLPs that the compiler has not made lighter already."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    norms = {module for layer in layers for module in layer.children() if type(module).__name__.endswith("Norm")}
-    inside = [module for layer in layers for module in layer.modules()]
-    return [module for module in inside if module in norms or type(module) is nn.Linear or _is_gated(module)]
-
-
-def _is_gated(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    linear = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
+    return linear + [module for module in (*norms(model), *gated(model)) if "forward" not in vars(module)]
 
 
 def _lighter_forward(module: Any) -> Callable[[Tensor], Tensor]:
     forward: Callable[[Tensor], Tensor] = module.forward
     if type(module) is nn.Linear:
         return lambda hidden: forward(_rounded_once(hidden))
-    if _is_gated(module):  # down(act(gate(x)) * up(x)), which keeps gate(x) and up(x) alone
+    if hasattr(module, "gate_proj"):  # down(act(gate(x)) * up(x)), which keeps gate(x) and up(x) alone
 
         def last(gate: Tensor, up: Tensor) -> Tensor:
             found: Tensor = module.down_proj(module.act_fn(gate) * up)

@@ -19,6 +19,7 @@ from rlhf_core.artifacts.shards import iter_tables, read_metadata, read_table, w
 from rlhf_core.models.checkpoint import load_optimizer
 from stages import advantages, init_critic, ppo_update, score
 from tests.tiny_run import change, stage, write_rollouts
+from tests.unit.test_fusing import needs_compiler
 
 CHECKPOINTS = Path("data/checkpoints")
 
@@ -104,6 +105,34 @@ def test_the_stage_writes_the_same_bytes_twice(project, monkeypatch):
     change("ppo_update", ratio="sequence", aggregation="constant", kl_loss_coef=0.1, dual_clip=3.0)
     first, second = two_updates(monkeypatch)
     assert first == second
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-autocast"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_gradient_checkpointing_changes_no_byte(project, monkeypatch, precision, lora_rank):
+    change("critic", kind="separate")
+    change("ppo_update", lora_rank=lora_rank)
+    change("compute", precision=precision)
+    init_critic.main()
+    scored(monkeypatch)
+    found = set()
+    for how in ("none", "selective", "recompute"):
+        change("compute", gradient_checkpointing=how)
+        stage(ppo_update, monkeypatch, "1", "0")
+        found.add((weights_hash("1"), hash_path(CHECKPOINTS / "critic/1"), hash_path(Path("data/metrics"))))
+    assert len(found) == 1
+    assert weights_hash("1") != weights_hash("0")
+
+
+@needs_compiler
+def test_fused_kernels_write_the_same_bytes_twice(project, monkeypatch, caplog):
+    change("critic", kind="separate")
+    change("compute", torch_compile=True)
+    init_critic.main()
+    first, second = two_updates(monkeypatch)
+    assert first == second
+    assert "torch_compile" not in caplog.text
+    assert metrics()["policy/max_first_ratio_error"] < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

@@ -239,3 +239,14 @@ def test_without_adapters_the_library_is_not_even_imported(project, monkeypatch)
     change("train_rm", lora_rank=2)
     with pytest.raises(ImportError):
         train_rm.main()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-autocast"])
+def test_gradient_checkpointing_changes_no_byte(project, precision) -> None:
+    change("compute", precision=precision)
+    found = set()
+    for how in ("none", "selective", "recompute"):
+        change("compute", gradient_checkpointing=how)
+        train_rm.main()
+        found.add(((REWARD_MODEL / "model.safetensors").read_bytes(), hash_path(METRICS)))
+    assert len(found) == 1

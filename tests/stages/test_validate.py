@@ -71,6 +71,20 @@ def test_an_optional_package_is_asked_for_before_any_stage_needs_it(
     validate.main()
 
 
+def test_a_compiler_is_asked_for_before_any_stage_needs_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = YAML()
+    content = yaml.load(project / "params.yaml")
+    content["compute"]["torch_compile"] = True
+    yaml.dump(content, project / "params.yaml")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        ConfigError, match=r"torch_compile is true.*there is no no-such-compiler; install one.*to false"
+    ):
+        validate.main()
+    monkeypatch.setattr(validate.shutil, "which", lambda name: f"/usr/bin/{name}")
+    validate.main()
+
+
 def test_all_missing_files_at_once(tmp_path: Path) -> None:
     params = changed(
         ingest={"prompts": "data/raw/no.jsonl", "preferences": "data/raw/none.parquet"},
