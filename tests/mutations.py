@@ -27,6 +27,7 @@ FORWARD = ("tests/unit/test_forward.py",)
 HEAD = ("tests/unit/test_head.py",)
 PACKING = ("tests/unit/test_packing.py",)
 CHECKPOINTING = ("tests/unit/test_checkpointing.py",)
+FUSING = ("tests/unit/test_fusing.py",)
 FROZEN = ("tests/unit/test_frozen.py",)
 CRITIC = ("tests/stages/test_critic.py",)
 SCORE = ("tests/stages/test_score.py",)
@@ -84,6 +85,8 @@ MUTATIONS = [
     Mutation("rlhf_core/models/checkpointing.py", "not torch.equal(before, after)", "False", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "version != hidden._version", "version is None", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "if not torch.is_grad_enabled():", "if True:", CHECKPOINTING),
+    Mutation("rlhf_core/models/fusing.py", "if kind not in products:", "if True:", FUSING),
+    Mutation("rlhf_core/models/fusing.py", " or not _close(before, after, precision)", "", FUSING),
     # The full KL.
     Mutation(
         "rlhf_core/models/forward.py",
