@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation("rlhf_core/models/checkpointing.py", "not torch.equal(before, after)", "False", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "version != hidden._version", "version is None", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "if not torch.is_grad_enabled():", "if True:", CHECKPOINTING),
-    Mutation("rlhf_core/models/fusing.py", "if kind not in products:", "if True:", FUSING),
+    Mutation("rlhf_core/models/fusing.py", "activation(gate) * up)", "activation(up) * gate)", FUSING),
     Mutation("rlhf_core/models/fusing.py", " or not _close(before, after, precision)", "", FUSING),
     # The full KL.
     Mutation(

@@ -1,6 +1,6 @@
 """Fused norms and gated MLPs: the same numbers up to rounding, one kernel for all layers, nothing changed on failure.
 
-Mutations that must fail here: a kernel for each layer; an MLP that does something else replaced; a failure kept quiet.
+Mutations that must fail here: gate and up exchanged; an MLP that does something else replaced; a failure kept quiet.
 """
 
 import os
