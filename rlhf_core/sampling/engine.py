@@ -232,15 +232,29 @@ class Sampler:
         if temperature != 0 and temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature is {temperature}; expected 0 (greedy) or at least {MIN_TEMPERATURE}")
         import torch
-        from vllm import SamplingParams
 
         names = [f"prompt {index}" for index in range(len(prompt_ids))] if names is None else names
         limits = {"max_new_tokens": max_new_tokens, "max_model_len": self._max_model_len}
         budgets = token_budgets(prompt_ids, names=names, **limits)
         if not prompt_ids:
             return []
-        # One request per sample: each can have its own seed on a GPU, and there is no fan-out to untangle.
-        params = [
+        params = self._parameters(budgets, n=n, temperature=temperature, eos_ids=eos_ids, seed=seed)
+        self._llm.reset_prefix_cache()
+        torch.manual_seed(seed)
+        requests: Any = [{"prompt_token_ids": ids} for ids in prompt_ids for _ in range(n)]
+        # vLLM's sampler holds one function that torch compiles even in an eager engine: on a CPU a second or two of
+        # tracing in every process, for nothing.
+        with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        return samples_of(outputs, prompt_ids, n=n, eos_ids=eos_ids, names=names, drop_nonfinite=self._drop_nonfinite)
+
+    def _parameters(
+        self, budgets: Sequence[int], *, n: int, temperature: float, eos_ids: list[int], seed: int
+    ) -> list[Any]:
+        """One request per sample: each can have its own seed on a GPU, and there is no fan-out to untangle."""
+        from vllm import SamplingParams
+
+        return [
             SamplingParams(
                 temperature=temperature,
                 max_tokens=budget,
@@ -253,14 +267,6 @@ class Sampler:
             for prompt, budget in enumerate(budgets)
             for sample in range(n)
         ]
-        self._llm.reset_prefix_cache()
-        torch.manual_seed(seed)
-        requests: Any = [{"prompt_token_ids": ids} for ids in prompt_ids for _ in range(n)]
-        # vLLM's sampler holds one function that torch compiles even in an eager engine: on a CPU a second or two of
-        # tracing in every process, for nothing.
-        with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
-        return samples_of(outputs, prompt_ids, n=n, eos_ids=eos_ids, names=names, drop_nonfinite=self._drop_nonfinite)
 
 
 def samples_of(
