@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from ruamel.yaml import YAML
+from torch._dynamo.utils import counters
 
 from rlhf_core.artifacts.provenance import hash_path
 from rlhf_core.artifacts.schema import advantages_schema
@@ -125,13 +127,15 @@ def test_gradient_checkpointing_changes_no_byte(project, monkeypatch, precision,
 
 
 @needs_compiler
-def test_fused_kernels_write_the_same_bytes_twice(project, monkeypatch, caplog):
+def test_fused_kernels_write_the_same_bytes_twice(project, monkeypatch):
     change("critic", kind="separate")
     change("compute", torch_compile=True)
     init_critic.main()
+    torch._dynamo.reset()
+    counters.clear()
     first, second = two_updates(monkeypatch)
     assert first == second
-    assert "torch_compile" not in caplog.text
+    assert counters["stats"]["unique_graphs"] >= 2  # a norm, a gated product: they did run
     assert metrics()["policy/max_first_ratio_error"] < 1e-4
 
 
