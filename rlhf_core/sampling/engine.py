@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from rlhf_core.artifacts.lineage import check_directory
 from rlhf_core.collection import importing
+from rlhf_core.environment import warn_of_slow_bfloat16
 from rlhf_core.errors import ConfigError, DataError, ModelError, NumericError
 from rlhf_core.seeding import derive_seed
 
@@ -180,6 +181,8 @@ class Sampler:
         self._max_model_len = max_model_len
         options: dict[str, Any] = {"dtype": dtype, "gpu_memory_utilization": gpu_memory_utilization}
         if self._on_cpu:
+            if dtype == "bfloat16":
+                warn_of_slow_bfloat16("sampling.dtype")
             options = {"dtype": dtype, "kv_cache_memory_bytes": int(kv_cache_gib * _GIB)}
         try:
             self._llm = LLM(

@@ -361,7 +361,7 @@ def test_rollouts_killed_at_any_moment_are_sampled_once(
     written: set[str] = set()
     for lines, published in noted(ran):
         for what, prompt in (line.split(" ", 1) for line in lines):
-            # A kill between the write and its note leaves a shard that is not sampled again, and never noted as written.
+            # A kill between the write and its note leaves a shard that is never sampled again or noted as written.
             assert prompt not in written
             (sampled if what == "sampled" else written).add(prompt)
         assert not published or sampled == set(TRAIN)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import ConfigError, DataError, ModelError, NumericError
+from rlhf_core.sampling import engine
 from rlhf_core.sampling.engine import Sample, Sampler, check_model, samples_of, token_budgets, vllm_version
 
 ROOT = Path(__file__).parents[2]
@@ -408,7 +409,12 @@ def test_no_prompts_give_no_samples(sampler: Sampler) -> None:
 
 
 @real_vllm
-def test_a_model_that_vllm_refuses_is_an_error_that_names_it(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_vllm_refuses_is_an_error_that_names_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(engine, "warn_of_slow_bfloat16", asked.append)
     directory = Path(shutil.copytree(model, tmp_path / "odd"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(
@@ -417,7 +423,7 @@ def test_a_model_that_vllm_refuses_is_an_error_that_names_it(model: Path, tmp_pa
     with pytest.raises(ModelError, match=r"odd: vLLM cannot serve this model"):
         Sampler(
             directory,
-            dtype="float32",
+            dtype=dtype,
             max_model_len=64,
             kv_cache_gib=0.05,
             gpu_memory_utilization=0.5,
@@ -425,3 +431,4 @@ def test_a_model_that_vllm_refuses_is_an_error_that_names_it(model: Path, tmp_pa
             nonfinite_logprobs="error",
             seed=0,
         )
+    assert asked == (["sampling.dtype"] if dtype == "bfloat16" else [])

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf_core.environment import differences, environment, environment_path
+from rlhf_core.environment import differences, environment, environment_path, warn_of_slow_bfloat16
+from rlhf_core.models import loading
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +30,42 @@ def test_the_lock_is_that_of_the_set_up(tmp_path: Path, monkeypatch: pytest.Monk
     assert environment()["lock"] is None
     (tmp_path / ".setup.json").write_text('{"accel": "gpu", "main": "a1"}')
     assert environment()["lock"] == {"accel": "gpu", "sha256": "a1"}
+
+
+@pytest.mark.parametrize(
+    ("core", "slow"),
+    [
+        ({"flags": "fpu sse2 avx avx2 fma"}, True),
+        ({"flags": "fpu avx2 avx512f avx512cd"}, True),
+        ({"flags": "fpu avx2 avx512f avx512dq avx512bw avx512vl"}, False),
+        ({"Features": "fp asimd"}, True),
+        ({"Features": "fp asimd sve bf16"}, False),
+        ({}, False),
+    ],
+)
+def test_a_processor_that_is_slow_in_bfloat16_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, core: dict[str, str], slow: bool
+) -> None:
+    warn_of_slow_bfloat16.cache_clear()
+    monkeypatch.setattr("rlhf_core.environment._first_core", lambda: core)
+    for _ in range(2):
+        warn_of_slow_bfloat16("compute.precision")
+    warn_of_slow_bfloat16.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == slow
+    assert all("compute.precision asks for products in bfloat16" in line for line in said)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-autocast", "bfloat16"])
+@pytest.mark.parametrize("load", ["load_causal_lm", "load_backbone", "new_classifier"])
+def test_models_that_multiply_in_bfloat16_ask_whether_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, tiny_dir: Path, load: str, precision: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(loading, "warn_of_slow_bfloat16", asked.append)
+    seed = {"seed": 0} if load == "new_classifier" else {}
+    getattr(loading, load)(tiny_dir, device=torch.device("cpu"), precision=precision, **seed)
+    assert asked == ([] if precision == "float32" else ["compute.precision"])
 
 
 def test_differences_are_lines() -> None:
