@@ -7,10 +7,19 @@ No field has a default: DVC sees only the files, so a default here would be invi
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from rlhf_core.environment import multiplies_in_bfloat16
 from rlhf_core.errors import ConfigError
 from rlhf_core.explain import explain
 from rlhf_core.ranges import (
@@ -39,12 +48,20 @@ class ComputeParams(Section):
     """How models are run outside vLLM."""
 
     device: Literal["auto", "cpu", "cuda"]
-    precision: Literal["float32", "bf16-autocast", "bfloat16"]
+    precision: Literal["auto", "float32", "bf16-autocast", "bfloat16"]
     max_batch_tokens: Count
     logits_chunk_tokens: Count
     gradient_checkpointing: Literal["none", "selective", "recompute", "offload"]
     torch_compile: bool
     processes: Count
+
+    @field_validator("precision")
+    @classmethod
+    def _as_it_runs(cls, value: str, info: ValidationInfo) -> str:
+        """Name what auto is on this machine: artifacts say what they were made in, and all code sees only that."""
+        if value != "auto":
+            return value
+        return "bf16-autocast" if multiplies_in_bfloat16(info.data.get("device", "auto")) else "float32"
 
 
 TRAINING_ONLY = {"gradient_checkpointing", "torch_compile", "processes"}  # of compute
@@ -55,12 +72,20 @@ class SamplingParams(Section):
 
     temperature: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)]
     max_new_tokens: Count
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
     max_model_len: Annotated[int, Field(ge=2)]
     kv_cache_gib: Positive
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     tensor_parallel_size: Count
     nonfinite_logprobs: Literal["error", "drop"]
+
+    @field_validator("dtype")
+    @classmethod
+    def _as_it_runs(cls, value: str) -> str:
+        """Name what auto is on this machine, as compute.precision does; vLLM takes the GPU where there is one."""
+        if value != "auto":
+            return value
+        return "bfloat16" if multiplies_in_bfloat16("auto") else "float32"
 
 
 class BaseModelParams(Section):

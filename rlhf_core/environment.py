@@ -51,21 +51,35 @@ def environment() -> dict[str, Any]:
     return found
 
 
-@cache
-def warn_of_slow_bfloat16(key: str) -> None:
-    """Say, once in a process, where a parameter asks this processor for bfloat16 products that it is very slow in.
+def multiplies_in_bfloat16(device: str) -> bool:
+    """Whether products in bfloat16 are fast here: on a GPU, and on a processor that has instructions for them.
 
     On x86 without AVX-512 an update of 16 responses took more than 150 s instead of 7 (docs/performance.md).
 
     Args:
+        device: As compute.device.
+    """
+    if device == "cuda" or not _slow_in_bfloat16():
+        return True
+    if device == "cpu":
+        return False
+    import torch  # a second, which only such processors pay for
+
+    return torch.cuda.is_available()
+
+
+@cache
+def warn_of_slow_bfloat16(key: str) -> None:
+    """Say, once in a process, where a parameter asks this processor for bfloat16 products that it is very slow in.
+
+    Args:
         key: Of params.yaml, such as compute.precision; called where products in bfloat16 run on a CPU.
     """
-    flags = set(_flags(_first_core()))
-    if flags and not any(needed <= flags for needed in _BFLOAT16):
+    if _slow_in_bfloat16():
         logger.warning(
             "%s asks for products in bfloat16, and this processor has no instructions for them (AVX-512 on x86, bf16 on"
             " Arm): they are many times as slow as float32's here. Set both compute.precision and sampling.dtype to"
-            " float32",
+            " auto or float32",
             key,
         )
 
@@ -122,6 +136,12 @@ def _first_core() -> dict[str, str]:
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+
+
+def _slow_in_bfloat16() -> bool:
+    """Whether Linux lists this processor's instructions, and there are none for products in bfloat16 among them."""
+    flags = set(_flags(_first_core()))
+    return bool(flags) and not any(needed <= flags for needed in _BFLOAT16)
 
 
 def _flags(fields: dict[str, str]) -> list[str]:

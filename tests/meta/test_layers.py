@@ -60,6 +60,7 @@ LIBRARIES = {
         "rlhf_core/training/",
         "rlhf_core/sampling/",
         "rlhf_core/reward/",
+        "rlhf_core/environment.py",
         "rlhf_core/algorithms/aggregation.py",
         "rlhf_core/algorithms/losses.py",
         "rlhf_core/algorithms/diagnostics.py",

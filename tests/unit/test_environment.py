@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_core.config import ComputeParams, SamplingParams, load_run
 from rlhf_core.environment import differences, environment, environment_path, warn_of_slow_bfloat16
 from rlhf_core.models import loading
 
@@ -54,6 +55,36 @@ def test_a_processor_that_is_slow_in_bfloat16_is_named_once(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == slow
     assert all("compute.precision asks for products in bfloat16" in line for line in said)
+
+
+AVX2, AVX512 = {"flags": "fpu avx avx2 fma"}, {"flags": "avx2 avx512f avx512dq avx512bw avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("core", "gpu", "device", "precision", "dtype"),
+    [
+        (AVX2, False, "auto", "float32", "float32"),
+        (AVX2, False, "cpu", "float32", "float32"),
+        (AVX2, True, "auto", "bf16-autocast", "bfloat16"),
+        (AVX2, True, "cuda", "bf16-autocast", "bfloat16"),
+        (AVX2, True, "cpu", "float32", "bfloat16"),  # vLLM takes the GPU whatever compute.device is
+        (AVX512, False, "auto", "bf16-autocast", "bfloat16"),
+        (AVX512, False, "cpu", "bf16-autocast", "bfloat16"),
+    ],
+)
+def test_auto_is_named_by_what_the_machine_is_fast_in(
+    monkeypatch: pytest.MonkeyPatch, core: dict[str, str], gpu: bool, device: str, precision: str, dtype: str
+) -> None:
+    monkeypatch.setattr("rlhf_core.environment._first_core", lambda: core)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    params = load_run(ROOT).params
+    compute, sampling = params.compute.model_dump(), params.sampling.model_dump()
+    assert ComputeParams(**compute | {"device": device, "precision": "auto"}).precision == precision
+    assert SamplingParams(**sampling | {"dtype": "auto"}).dtype == dtype
+    for named in ("float32", "bf16-autocast", "bfloat16"):
+        assert ComputeParams(**compute | {"device": device, "precision": named}).precision == named
+    for named in ("float32", "bfloat16", "float16"):
+        assert SamplingParams(**sampling | {"dtype": named}).dtype == named
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-autocast", "bfloat16"])
