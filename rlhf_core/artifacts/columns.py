@@ -24,8 +24,8 @@ def group_numbers(sample_ids: pa.ChunkedArray) -> Groups:
         sample_ids: Of all shards: equal keys get equal numbers wherever they are.
     """
     keys = pc.list_element(pc.split_pattern(sample_ids, "-", max_splits=1, reverse=True), 0)
-    chunks = keys.dictionary_encode().unify_dictionaries().chunks
-    return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy().astype(np.int64) for chunk in chunks)])
+    numbers: Groups = keys.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    return numbers
 
 
 def responses_of(table: pa.Table, first_row: int, groups: Groups, iteration: str) -> Responses:
