@@ -8,6 +8,7 @@ reads the same shards and writes them with the same new columns by pyarrow alone
 """
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -170,6 +171,7 @@ def measured_stage(work: Path, tokens: int, repeats: int) -> dict[str, Any]:
     peaks: dict[str, list[int]] = {"stage": [], "bare": []}
 
     def run(name: str, *command: str) -> float:
+        os.sync()  # what the other one wrote: only the stage syncs its files, and would wait for both
         done = measure.child(*command, cwd=work)
         peaks[name].append(done.peak_bytes)
         return done.seconds
