@@ -30,17 +30,25 @@ class Rows:
         return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
 
 
-def made_up_rows(count: int, *, prompt_tokens: int, max_new_tokens: int, vocabulary: int) -> Rows:
-    """Return rows with prompts of 0.75 to 1.25 times their usual length and responses of any length up to the limit."""
+def made_up_rows(arguments: argparse.Namespace, vocabulary: int) -> Rows:
+    """Return rows with prompts of 0.75 to 1.25 times their usual length and responses of any length up to the limit.
+
+    Args:
+        arguments: From parsed.
+        vocabulary: Token ids are below it.
+    """
+    count, samples, usual = arguments.responses, arguments.samples_per_prompt, arguments.prompt_tokens
     generator = np.random.default_rng(0)
 
     def ids(lengths: np.ndarray) -> list[list[int]]:
         return [generator.integers(0, vocabulary, length).tolist() for length in lengths]
 
-    around = max(prompt_tokens // 4, 1)
+    around = max(usual // 4, 1)
+    prompts = ids(generator.integers(usual - around, usual + around, -(-count // samples)))
+    template = ids(np.array([arguments.template_tokens]))[0]
     return Rows(
-        ids(generator.integers(prompt_tokens - around, prompt_tokens + around, count)),
-        ids(generator.integers(1, max_new_tokens + 1, count)),
+        [template + prompt[len(template) :] for prompt in prompts for _ in range(samples)][:count],
+        ids(generator.integers(1, arguments.max_new_tokens + 1, count)),
     )
 
 
@@ -69,6 +77,8 @@ def parsed(module: str, description: str | None, *, responses: int) -> argparse.
     parser.add_argument("--model", default=EMBEDDED, help="a directory; default: the model of the demo")
     parser.add_argument("--responses", type=int, default=responses)
     parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument("--template-tokens", type=int, default=0, help="of a prompt, with which all begin")
+    parser.add_argument("--samples-per-prompt", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--precision", default="bf16-autocast", choices=["float32", "bf16-autocast", "bfloat16"])
     parser.add_argument("--max-batch-tokens", type=int, default=2048)

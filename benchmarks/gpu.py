@@ -76,7 +76,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="of the device in bfloat16, where its name does not tell")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where the result goes")
-    parser.set_defaults(precision="bf16-autocast")
+    parser.set_defaults(precision="bf16-autocast", template_tokens=0, samples_per_prompt=1)
     return parser.parse_args()
 
 
@@ -84,12 +84,7 @@ def measured(size: str, device: torch.device, arguments: argparse.Namespace) -> 
     """Return the figures of one size, and whether its numbers are those of the CPU."""
     policy = new_policy(size, device)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    rows = cases.made_up_rows(
-        arguments.responses,
-        prompt_tokens=arguments.prompt_tokens,
-        max_new_tokens=arguments.max_new_tokens,
-        vocabulary=policy.config.vocab_size,
-    )
+    rows = cases.made_up_rows(arguments, policy.config.vocab_size)
     settings = settings_of(arguments)
     checks = checked(policy, rows, arguments)
     learner = learner_of(policy)

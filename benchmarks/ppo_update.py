@@ -21,10 +21,10 @@ from rlhf_core.models.batching import Batch, collate, token_budget_batches
 from rlhf_core.models.checkpoint import OptimizerState, new_value_head
 from rlhf_core.models.checkpointing import checkpoint_layers
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.forward import autocast, for_all_rows
+from rlhf_core.models.forward import autocast, cut_rows, for_all_rows, without_pads
 from rlhf_core.models.loading import load_causal_lm, torch_device
 from rlhf_core.models.memory import TokenBudget, keep_freed_memory
-from rlhf_core.models.packing import grouped, packable
+from rlhf_core.models.packing import layout, without_repetition
 from rlhf_core.training.distributed import ALONE
 from rlhf_core.training.learner import Learner, new_learner
 from rlhf_core.training.minibatches import minibatches
@@ -43,20 +43,23 @@ def main() -> None:
     if arguments.only:
         keep_freed_memory()
         run = {"loop": timed_loop, "bare": timed_bare}[arguments.only]
-        seconds, tokens, padding = run(arguments)
-        cases.note(arguments, seconds=seconds, tokens=tokens, padding=padding)
+        seconds, tokens, computed = run(arguments)
+        cases.note(arguments, seconds=seconds, tokens=tokens, computed=computed)
         return
     found = cases.take_turns(MODULE, ["bare", "loop"], arguments)
     result = cases.compared(found, "bare")
-    padding = found["loop"][0]["padding"]
+    computed = {name: rounds[0]["computed"] for name, rounds in found.items()}
     print(cases.comparison_table(f"ppo_update: {arguments.responses} responses, {arguments.precision}", result))
-    where = {name: f"{share:.1%} of the tokens that {name} sees" for name, share in padding.items()}
-    print(f"\npads in the loop: {', '.join(where.values())}")
-    print(f"\n{measure.written('ppo_update', {'contenders': result, 'padding': padding}, arguments.json)}")
+    for name, shares in computed.items():
+        print(
+            f"\ncomputed by {name}: "
+            + ", ".join(f"{share:.3f} of all tokens in {where}" for where, share in shares.items())
+        )
+    print(f"\n{measure.written('ppo_update', {'contenders': result, 'computed': computed}, arguments.json)}")
 
 
 def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
-    """Return seconds, real tokens and padding of one epoch."""
+    """Return seconds, tokens, and what is computed in one epoch."""
     learner, rows, settings = prepared(arguments)
     checkpoint_layers(learner.policy, "selective", arguments.precision)  # as params.yaml has it
     responses = scored(learner, rows, settings)
@@ -64,25 +67,35 @@ def timed_loop(arguments: argparse.Namespace) -> tuple[float, int, dict[str, flo
     update(learner, chosen(responses, few), settings, ALONE, lambda metrics: None, None)  # first calls are slow
     started = time.perf_counter()
     update(learner, responses, settings, ALONE, lambda metrics: None, None)
-    return time.perf_counter() - started, sum(rows.lengths), padding_of(learner, rows.lengths, settings)
+    return time.perf_counter() - started, sum(rows.lengths), computed_of(learner, rows, settings)
 
 
-def padding_of(learner: Learner, lengths: list[int], settings: Settings) -> dict[str, float]:
-    """Return the share of pads among the tokens of an epoch's micro-batches: in attention, and everywhere else."""
-    packed = packable(learner.policy.base_model)
-    padded = attended = 0
-    for rows in minibatches(len(lengths), epochs=1, minibatch_size=settings.minibatch_size, seed=settings.seed):
-        sizes = [lengths[row] for row in rows]
-        for group in token_budget_batches(sizes, max_batch_tokens=settings.max_batch_tokens):
-            batch = [sizes[place] for place in group]
-            padded += sum(batch) if packed else len(batch) * max(batch)
-            attended += sum(part.count * part.width for part in grouped(batch, learner.policy.device)) if packed else 0
-    everything = sum(lengths)
-    return {"attention": 1 - everything / (attended or padded), "everything else": 1 - everything / padded}
+def computed_of(learner: Learner, rows: cases.Rows, settings: Settings) -> dict[str, float]:
+    """Return what is computed in an epoch, of its tokens' number: by attention, and by everything else.
+
+    Above 1 for pads, below 1 for beginnings that rows have in common and that are computed once.
+    """
+    packed, device = without_pads(*learner.models()), learner.policy.device
+    attention = everything_else = 0
+    for minibatch in minibatches(len(rows.lengths), epochs=1, minibatch_size=MINIBATCH, seed=settings.seed):
+        for part in cut_rows(
+            rows.prompts,
+            rows.responses,
+            minibatch,
+            max_batch_tokens=settings.max_batch_tokens,
+            packed=packed,
+            device=device,
+        ):
+            ids, _, tokens = without_repetition([rows.prompts[row] + rows.responses[row] for row in part])
+            padded = len(part) * max(rows.lengths[row] for row in part)
+            attention += len(layout(tokens, count=len(ids), device=device).tokens) if packed else padded
+            everything_else += len(ids) if packed else padded
+    total = sum(rows.lengths)
+    return {"attention": attention / total, "everything else": everything_else / total}
 
 
 def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
-    """Return seconds, real tokens and padding of bare passes."""
+    """Return seconds, tokens, and what is computed in bare passes."""
     learner, rows, settings = prepared(arguments)
     groups = token_budget_batches(rows.lengths, max_batch_tokens=settings.max_batch_tokens)
     device = learner.policy.device
@@ -92,7 +105,7 @@ def timed_bare(arguments: argparse.Namespace) -> tuple[float, int, dict[str, flo
     for batch in batches:
         bare(learner, batch, settings.precision)
     seconds = time.perf_counter() - started
-    share = 1 - sum(rows.lengths) / sum(batch.input_ids.numel() for batch in batches)
+    share = sum(batch.input_ids.numel() for batch in batches) / sum(rows.lengths)
     return seconds, sum(rows.lengths), {"attention": share, "everything else": share}
 
 
@@ -113,12 +126,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[Learner, cases.Rows, Settin
     """Return a learner, rows, and settings."""
     directory = cases.model_directory(arguments.model)
     policy = load_causal_lm(directory, device=torch_device("auto"), precision=arguments.precision)
-    rows = cases.made_up_rows(
-        arguments.responses,
-        prompt_tokens=arguments.prompt_tokens,
-        max_new_tokens=arguments.max_new_tokens,
-        vocabulary=policy.config.vocab_size,
-    )
+    rows = cases.made_up_rows(arguments, policy.config.vocab_size)
     return learner_of(policy), rows, settings_of(arguments)
 
 
@@ -156,6 +164,7 @@ def scored(learner: Learner, rows: cases.Rows, settings: Settings) -> Responses:
         compute,
         rows.prompts,
         rows.responses,
+        packed=without_pads(*learner.models()),
         budget=TokenBudget(settings.max_batch_tokens),
         pad_id=0,
         device=learner.policy.device,

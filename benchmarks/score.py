@@ -60,12 +60,7 @@ def made_up(arguments: argparse.Namespace) -> cases.Rows:
     work, model = arguments.work, Path(arguments.model)
     device = torch_device("cpu")
     vocabulary = load_causal_lm(model, device=device, precision="bfloat16").config.vocab_size
-    rows = cases.made_up_rows(
-        arguments.responses,
-        prompt_tokens=arguments.prompt_tokens,
-        max_new_tokens=arguments.max_new_tokens,
-        vocabulary=vocabulary,
-    )
+    rows = cases.made_up_rows(arguments, vocabulary)
     if (work / "rollouts").is_dir():
         return rows
     classifier = new_classifier(model, device=device, precision="bfloat16", seed=0)

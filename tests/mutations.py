@@ -78,7 +78,17 @@ MUTATIONS = [
     Mutation("rlhf_core/models/head.py", "z, ctx.last = ctx.last, None", "z = ctx.last", HEAD),
     # Rows without pads, rounded weights, layers that run twice.
     Mutation("rlhf_core/models/packing.py", "is_causal=True", "is_causal=False", PACKING),
-    Mutation("rlhf_core/models/packing.py", "<= (1 + pads) * sum(last)", "<= 2 * sum(last)", PACKING),
+    Mutation("rlhf_core/models/batching.py", "<= (1 + pads) * total", "<= 2 * total", PACKING),
+    Mutation("rlhf_core/models/batching.py", "else (1 + pads) * total", "else total", FORWARD),
+    Mutation(
+        "rlhf_core/models/packing.py",
+        "known.setdefault((before, token_id)",
+        "known.setdefault((position, token_id)",
+        PACKING,
+    ),
+    Mutation("rlhf_core/models/packing.py", "positions.append(position)", "positions.append(len(positions))", PACKING),
+    Mutation("rlhf_core/models/packing.py", "dtype=exact)", "dtype=gradient.dtype)", PACKING),
+    Mutation("rlhf_core/models/packing.py", "rows.places, False)", "rows.places, True)", PACKING),
     Mutation("rlhf_core/models/packing.py", "nullcontext() if packed is None", "nullcontext() if True", CHECKPOINTING),
     Mutation("rlhf_core/models/frozen.py", "not torch.equal(before, after)", "False", FROZEN),
     Mutation("rlhf_core/models/checkpointing.py", "module.training = True", "pass", CHECKPOINTING),

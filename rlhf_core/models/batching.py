@@ -1,7 +1,7 @@
 """Padded batches under a token budget, and which of their positions predict response tokens.
 
-The only place where padding exists. Rows are padded on the right, so that under causal attention no real token can see
-a pad, and which token is real follows from lengths, never from comparing ids (pad and EOS may share an id).
+Rows are padded on the right, so that under causal attention no real token can see a pad, and which token is real
+follows from lengths, never from comparing ids (pad and EOS may share an id).
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# Pads in a group of rows that attention gets where all else runs without (packing.py), as a share of its real tokens. A
+# call of attention costs a GPU more than pads do, so there all rows are one group.
+_PADS = {"cpu": 0.05}
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Batch:
     targets: Tensor  # [N] int64, the response tokens, row after row
     ends: Tensor  # [B] int64, flat index into [B * S] of the last real token: the state after the response
     lengths: list[int]  # [B] response tokens of each row; they sum to N
+
+    @property
+    def critic_places(self) -> Tensor:
+        """[N + B], the states that a critic reads: predictors, then ends."""
+        return torch.cat([self.predictors, self.ends])
 
 
 def collate(
@@ -91,3 +100,56 @@ def token_budget_batches(lengths: Sequence[int], *, max_batch_tokens: int) -> li
         else:
             batches.append([row])
     return batches
+
+
+def batches_by_prompt(
+    prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, max_batch_tokens: int, device: torch.device
+) -> list[list[int]]:
+    """Group rows of the same prompt, for a model that runs without pads and computes a common beginning once.
+
+    Args:
+        prompts: [B] prompt ids of each row.
+        lengths: [B] tokens of each row, prompt included.
+        max_batch_tokens: Tokens of one batch with the pads that attention may add to them. A single longer row is a
+            batch of its own.
+        device: Of the model.
+
+    Returns:
+        Batches of row indices, those of the prompt with the longest row first; every row once.
+    """
+    families = [tuple(prompt) for prompt in prompts]
+    longest: dict[tuple[int, ...], int] = {}
+    for family, length in zip(families, lengths, strict=True):
+        longest[family] = max(length, longest.get(family, 0))
+    order = sorted(range(len(lengths)), key=lambda row: (-longest[families[row]], families[row], -lengths[row], row))
+    pads = _PADS.get(device.type)
+    batches: list[list[int]] = [[]]
+    total = widest = 0
+    for row in order:
+        total, widest = total + lengths[row], max(widest, lengths[row])
+        size = (len(batches[-1]) + 1) * widest if pads is None else (1 + pads) * total
+        if size > max_batch_tokens and batches[-1]:
+            batches.append([])
+            total = widest = lengths[row]
+        batches[-1].append(row)
+    return [batch for batch in batches if batch]
+
+
+def similar_lengths(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Return groups of rows, longest first, each with as many rows as the pads allow; rows without tokens in none.
+
+    Args:
+        lengths: [B] tokens of each row.
+        device: Of the model.
+    """
+    pads = _PADS.get(device.type)
+    groups: list[list[int]] = []
+    total = 0
+    for row in sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -lengths[row]):
+        total += lengths[row]
+        if groups and (pads is None or (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= (1 + pads) * total):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            total = lengths[row]
+    return groups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batching import Batch, collate
+from rlhf_core.models.batching import Batch, batches_by_prompt, collate, token_budget_batches
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.head import chunk_logits, head_statistics
 from rlhf_core.models.memory import TokenBudget, in_batches
@@ -61,9 +61,10 @@ def token_outputs(
         Float32 tensors [N]; they carry gradients where gradients are enabled.
     """
     head = model.get_output_embeddings()
+    shared = critic is not None and critic.backbone is None
     with autocast(batch.input_ids.device, precision):
-        states = _hidden_states(model, batch).flatten(0, 1)
-        hidden = states.index_select(0, batch.predictors)
+        states = _states(model, batch, batch.critic_places if shared else batch.predictors)
+        hidden = states[: len(batch.predictors)]
         logprobs, entropy = head_statistics(
             hidden,
             head.weight,
@@ -86,15 +87,16 @@ def critic_values(
     Args:
         critic: Shared or separate.
         batch: From collate.
-        policy_states: [B * S, H], the policy's last hidden states; needed by a shared critic only.
+        policy_states: [N + B, H], the policy's last hidden states at batch.critic_places; needed by a shared critic
+            only.
         precision: compute.precision.
     """
     states = policy_states
     if critic.backbone is not None:
         with autocast(batch.input_ids.device, precision):
-            states = _hidden_states(critic.backbone, batch).flatten(0, 1)
+            states = _states(critic.backbone, batch, batch.critic_places)
     assert states is not None
-    values = critic.values(states.index_select(0, torch.cat([batch.predictors, batch.ends])))
+    values = critic.values(states)
     return values[: len(batch.predictors)], values[len(batch.predictors) :]
 
 
@@ -110,12 +112,12 @@ def values_alone(model: PreTrainedModel, critic: Critic, batch: Batch, *, precis
     if critic.backbone is not None:
         return critic_values(critic, batch, None, precision=precision)
     with autocast(batch.input_ids.device, precision):
-        states = _hidden_states(model, batch).flatten(0, 1)
+        states = _states(model, batch, batch.critic_places)
     return critic_values(critic, batch, states, precision=precision)
 
 
-def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Last hidden states [B, S, H]; those of pads mean nothing.
+def _states(model: PreTrainedModel, batch: Batch, places: Tensor) -> Tensor:
+    """Last hidden states [W, H] at flat indices [W] of real tokens.
 
     Without pads where the model allows it (packing.py). Otherwise rows are padded on the right, so causal attention
     already keeps real tokens from pads, and without an attention mask the kernel takes its faster causal path (1.1 to
@@ -123,9 +125,10 @@ def _hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """
     base: Any = model.base_model
     if len(batch.rows) > 1 and packable(base):
-        return packed_states(base, batch.input_ids, batch.position_ids, batch.attention_mask)
+        return packed_states(base, batch.input_ids, batch.attention_mask, places)
     output = base(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-    return output.last_hidden_state
+    states: Tensor = output.last_hidden_state.flatten(0, 1).index_select(0, places)
+    return states
 
 
 @torch.inference_mode()
@@ -175,10 +178,7 @@ def full_kl(
     """
     heads = [model.get_output_embeddings() for model in (policy, reference)]
     with autocast(batch.input_ids.device, precision):
-        hidden = [
-            _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.predictors)
-            for model in (policy, reference)
-        ]
+        hidden = [_states(model, batch, batch.predictors) for model in (policy, reference)]
     pieces = [hidden[0].new_zeros(0, dtype=torch.float32)]
     rows = max(1, logits_chunk_tokens // 2)
     for start in range(0, len(batch.targets), rows):
@@ -227,8 +227,7 @@ def sequence_scores(model: PreTrainedModel, batch: Batch, *, precision: str) -> 
             types = {"token_type_ids": _token_types(batch)} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
             output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **types)
             return output.logits.float().squeeze(-1)
-        last = batch.attention_mask.sum(-1) - 1
-        hidden = _hidden_states(model, batch)[torch.arange(len(last), device=device), last]
+        hidden = _states(model, batch, batch.ends)
     head: Any = model.score
     scores: Tensor = head(hidden.to(head.weight.dtype)).float().squeeze(-1)
     return scores
@@ -241,11 +240,48 @@ def _token_types(batch: Batch) -> Tensor:
     return ((batch.position_ids >= begins) & (batch.position_ids < totals)).long()
 
 
+def without_pads(*models: PreTrainedModel) -> bool:
+    """Whether models run over rows without pads, each common beginning computed once (packing.py).
+
+    Args:
+        models: Causal language models, decoders that score, or backbones of critics.
+    """
+    return all(packable(model.base_model) for model in models)
+
+
+def cut_rows(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    *,
+    max_batch_tokens: int,
+    packed: bool,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return which rows run through a model together.
+
+    Args:
+        prompt_ids, response_ids: Of all rows.
+        rows: Indices of those to cut into batches.
+        max_batch_tokens: compute.max_batch_tokens, or less.
+        packed: without_pads; then responses to one prompt stay together.
+        device: Of the model.
+    """
+    lengths = [len(prompt_ids[row]) + len(response_ids[row]) for row in rows]
+    if packed:
+        prompts = [prompt_ids[row] for row in rows]
+        batches = batches_by_prompt(prompts, lengths, max_batch_tokens=max_batch_tokens, device=device)
+    else:
+        batches = token_budget_batches(lengths, max_batch_tokens=max_batch_tokens)
+    return [[rows[place] for place in batch] for batch in batches]
+
+
 def for_all_rows(
     compute: Callable[[Batch], Sequence[Tensor]],
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     *,
+    packed: bool,
     budget: TokenBudget,
     pad_id: int,
     device: torch.device,
@@ -257,7 +293,8 @@ def for_all_rows(
         compute: Maps a batch to one tensor per row of it (for instance the row's logprobs [T]).
         prompt_ids: Per row.
         response_ids: Per row.
-        budget: Padded tokens of one batch; lowered where memory runs out.
+        packed: without_pads of the models.
+        budget: Tokens of one batch, pads included; lowered where memory runs out.
         pad_id: For padding.
         device: Where the model is.
         progress: Told the number of rows done after each batch.
@@ -274,6 +311,9 @@ def for_all_rows(
             results[row] = result.cpu()
         progress(len(rows))
 
+    def cut(rows: list[int], tokens: int) -> list[list[int]]:
+        return cut_rows(prompt_ids, response_ids, rows, max_batch_tokens=tokens, packed=packed, device=device)
+
     with torch.inference_mode():
-        in_batches(lengths, budget, work)
+        in_batches(lengths, budget, work, cut)
     return results

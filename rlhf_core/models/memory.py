@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from rlhf_core.errors import OutOfMemory
-from rlhf_core.models.batching import token_budget_batches
 
 logger = logging.getLogger("rlhf")
 
@@ -90,23 +89,27 @@ class TokenBudget:
         return False
 
 
-def in_batches(lengths: Sequence[int], budget: TokenBudget, work: Callable[[list[int]], None]) -> None:
+def in_batches(
+    lengths: Sequence[int],
+    budget: TokenBudget,
+    work: Callable[[list[int]], None],
+    cut: Callable[[list[int], int], list[list[int]]],
+) -> None:
     """Do the work of every row once, in batches as large as the budget and memory allow.
 
     Args:
         lengths: [B] tokens of each row, prompt included.
         budget: Lowered where memory runs out.
+        cut: Cuts the rows of these indices into batches of so many tokens.
         work: Takes the indices of a batch's rows. May be called for a row again if memory ran out in it.
 
     Raises:
         OutOfMemory: If a single row does not fit.
     """
-    batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+    batches = cut(list(range(len(lengths))), budget.tokens)
     while batches:
         batch = batches[0]
         if budget.fits(partial(work, batch), [lengths[row] for row in batch]):
             batches.pop(0)
-            continue
-        rest = sorted(row for batch in batches for row in batch)
-        regrouped = token_budget_batches([lengths[row] for row in rest], max_batch_tokens=budget.tokens)
-        batches = [[rest[place] for place in group] for group in regrouped]
+        else:
+            batches = cut(sorted(row for batch in batches for row in batch), budget.tokens)

@@ -1,8 +1,9 @@
-"""Rows behind each other in one sequence, without pads: only attention sees them as rows.
+"""Rows behind each other in one sequence, without pads and without repetition: only attention sees them as rows.
 
-Everything in a decoder but attention treats each token by itself, so pads there are wasted time. Attention alone gets
-the rows, those of similar length padded together, and gives them back without pads: the same numbers as padded rows, up
-to rounding.
+Everything in a decoder but attention treats each token by itself, so pads there are wasted time, and so is a token that
+stands behind the same tokens in another row: the chat template's first turn, or the prompt of several responses. Each
+such beginning is computed once. Attention alone gets whole rows, those of similar length padded together, and gives
+back each token once: the same numbers as padded rows, up to rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,72 +19,100 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rlhf_core.models.batching import similar_lengths
+
 _NAME = "rows"
-# Pads in a group of rows, as a share of its real tokens. A call of attention costs a GPU more than pads do.
-_PADS = {"cpu": 0.05}
 # Tokens of a row up to which torch's bfloat16 attention on CPUs is slower backwards than float32 from the beginning:
 # 28 against 13 ms for 16 rows of 96 tokens, 25 each for 8 rows of 256.
 _SLOW_BACKWARD = 256
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows next to each other that attention gets padded to one width."""
+class Layout:
+    """Where the tokens of a sequence stand in the rows that attention gets, which hold M places, pads included."""
 
-    tokens: slice  # of the sequence
-    count: int
-    width: int
-    places: Tensor | None  # [N] of each token in [count * width]; None without pads
+    groups: list[tuple[int, int]]  # rows and width of each; M is the sum of their products
+    tokens: Tensor  # [M], which of the N tokens stands at each place; at a pad any
+    places: Tensor  # [N], a place of each token, the first of its rows'
 
 
-_packed: ContextVar[tuple[PreTrainedModel, Sequence[Group]] | None] = ContextVar("packed", default=None)
+_packed: ContextVar[tuple[PreTrainedModel, Layout] | None] = ContextVar("packed", default=None)
 # What rounding may change of the largest state; another position or a token that is not there changes more.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _packable: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
-def packed_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the last hidden states [B, S, H] of right-padded rows, computed without the pads, whose states are 0.
+def packed_states(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
+    """Return last hidden states of right-padded rows, computed without the pads and each common beginning once.
 
     Args:
         model: For which `packable` holds; a causal model without its head.
         input_ids: [B, S] int64.
-        position_ids: [B, S] int64.
         mask: [B, S], 1 = real token.
+        wanted: [W], flat indices into [B * S] of real tokens.
+
+    Returns:
+        [W, H].
     """
-    count, width = input_ids.shape
-    real = mask.flatten().nonzero().squeeze(-1)
-    with _as_rows(model, grouped(mask.sum(-1).tolist(), mask.device)):
+    lengths = mask.sum(-1).tolist()
+    rows = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    ids, positions, tokens = without_repetition(rows)
+    device, width = input_ids.device, input_ids.shape[1]
+    with _as_rows(model, layout(tokens, count=len(ids), device=device)):
         output = model(
-            input_ids=input_ids.flatten()[real][None],
-            position_ids=position_ids.flatten()[real][None],
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
             use_cache=False,
         )
-    states = output.last_hidden_state[0]
-    return states.new_zeros(count * width, states.shape[-1]).index_copy(0, real, states).unflatten(0, (count, width))
+    filled = [[*row, *[0] * (width - len(row))] for row in tokens]
+    return output.last_hidden_state[0].index_select(0, torch.tensor(filled, device=device).flatten()[wanted])
 
 
-def grouped(lengths: Sequence[int], device: torch.device) -> list[Group]:
-    """Return groups of rows next to each other, each with as many rows as the pads allow; rows without tokens in none.
+def without_repetition(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the tokens of rows, those of a beginning that several rows have in common once.
 
-    Rows in order of their lengths, as token_budget_batches gives them, make the fewest groups.
+    Returns:
+        ids [N] and positions [N] of the tokens, in the order in which they first come, and for each row the place of
+        each of its tokens among the N.
     """
-    pads = _PADS.get(device.type)
-    groups: list[list[int]] = []
-    for length in filter(None, lengths):
-        last = [*groups[-1], length] if groups else []
-        if last and (pads is None or len(last) * max(last) <= (1 + pads) * sum(last)):
-            groups[-1] = last
-        else:
-            groups.append([length])
-    found, start = [], 0
-    for group in groups:
-        width, end = max(group), start + sum(group)
-        tokens = [row * width + place for row, length in enumerate(group) for place in range(length)]
-        places = torch.tensor(tokens, device=device) if len(tokens) < len(group) * width else None
-        found.append(Group(slice(start, end), len(group), width, places))
-        start = end
-    return found
+    ids: list[int] = []
+    positions: list[int] = []
+    known: dict[tuple[int, int], int] = {}  # (token before, id) -> token
+    tokens: list[list[int]] = []
+    for row in rows:
+        before, own = -1, []
+        for position, token_id in enumerate(row):
+            token = known.setdefault((before, token_id), len(ids))
+            if token == len(ids):
+                ids.append(token_id)
+                positions.append(position)
+            own.append(token)
+            before = token
+        tokens.append(own)
+    return ids, positions, tokens
+
+
+def layout(tokens: Sequence[Sequence[int]], *, count: int, device: torch.device) -> Layout:
+    """Return the rows as attention gets them: groups of similar length, each padded to its longest row.
+
+    Args:
+        tokens: From without_repetition.
+        count: N.
+        device: Of the model.
+    """
+    groups: list[tuple[int, int]] = []
+    flat: list[int] = []
+    places = [-1] * count
+    for group in similar_lengths([len(row) for row in tokens], device):
+        width = len(tokens[group[0]])
+        groups.append((len(group), width))
+        for row in group:
+            for token in tokens[row]:
+                if places[token] < 0:
+                    places[token] = len(flat)
+                flat.append(token)
+            flat += [0] * (width - len(tokens[row]))
+    return Layout(groups, torch.tensor(flat, device=device), torch.tensor(places, device=device))
 
 
 def packable(model: Any) -> bool:
@@ -105,26 +134,27 @@ def packable(model: Any) -> bool:
 def _keeps_rows_apart(model: PreTrainedModel) -> bool:
     """Whether packed rows of a probe get the states of padded ones, and none depends on another row."""
     device = next(model.parameters()).device
-    ids = torch.arange(12, device=device).reshape(2, 6) % model.config.vocab_size
+    ids = torch.tensor([[0, 1, 2, 3, 0, 0], [0, 1, 4, 5, 6, 7]], device=device) % model.config.vocab_size
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6], device=device)
+    wanted = mask.flatten().nonzero().squeeze(-1)
     positions = torch.arange(6, device=device).expand(2, 6)
     changed = ids.clone()
-    changed[0, :4] = ids[1, :4]
+    changed[0, 2:4] = ids[1, 4:]
     try:
         with torch.autocast(device.type, enabled=False):
             padded = model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-            packed, other = (packed_states(model, rows, positions, mask) for rows in (ids, changed))
+            packed, other = (packed_states(model, rows, mask, wanted) for rows in (ids, changed))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
         return False
-    far = (packed - padded)[mask.bool()].abs().max() / padded.abs().max()
-    return bool(far <= _ROUNDING[padded.dtype]) and torch.allclose(packed[1], other[1], rtol=1e-6, atol=1e-6)
+    far = (packed - padded[mask.bool()]).abs().max() / padded.abs().max()
+    return bool(far <= _ROUNDING[padded.dtype]) and torch.allclose(packed[4:], other[4:], rtol=1e-6, atol=1e-6)
 
 
 @contextmanager
-def _as_rows(model: PreTrainedModel, groups: Sequence[Group]) -> Iterator[None]:
+def _as_rows(model: PreTrainedModel, rows: Layout) -> Iterator[None]:
     """Let the model's attention see rows for the length of one pass."""
     config: Any = model.config
-    before, token = config._attn_implementation, _packed.set((model, groups))
+    before, token = config._attn_implementation, _packed.set((model, rows))
     config._attn_implementation = _NAME
     try:
         yield
@@ -153,20 +183,36 @@ def _attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # what it would do to each of them inside
         flat = [x.to(torch.get_autocast_dtype(device)) for x in flat]
+    rows = packed[1]
+    # A token's state is taken from one of its rows, so its query has a gradient in that row alone.
+    spread = [_Spread.apply(flat[0], rows.tokens, rows.places, True)]
+    spread += [_Spread.apply(x, rows.tokens, rows.places, False) for x in flat[1:]]
+    sizes = [count * width for count, width in rows.groups]
     found = []
-    for group in packed[1]:
-        rows = [_padded(x[group.tokens], group) for x in flat]
-        states = _causal(module, rows, options).flatten(0, 1)
-        found.append(states if group.places is None else states.index_select(0, group.places))
-    return torch.cat(found)[None], None
+    for (count, width), *parts in zip(rows.groups, *(x.split(sizes) for x in spread), strict=True):
+        group = [part.unflatten(0, (count, width)).transpose(1, 2) for part in parts]
+        found.append(_causal(module, group, options).flatten(0, 1))
+    return torch.cat(found).index_select(0, rows.places)[None], None
 
 
-def _padded(flat: Tensor, group: Group) -> Tensor:
-    """[N, heads, D] of a group's tokens to [B, heads, S, D]."""
-    if group.places is not None:
-        whole = flat.new_zeros(group.count * group.width, *flat.shape[1:])
-        flat = whole.index_put((group.places,), flat)  # which keeps nothing of it, unlike index_copy
-    return flat.unflatten(0, (group.count, group.width)).transpose(1, 2)
+class _Spread(torch.autograd.Function):
+    """[N, heads, D] of the tokens to [M, heads, D] of all places; gradients of one token are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor, alone: bool) -> Tensor:
+        ctx.save_for_backward(tokens, places)
+        ctx.alone = alone
+        return flat.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        tokens, places = ctx.saved_tensors
+        if ctx.alone:
+            return gradient.index_select(0, places), None, None, None
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        whole = gradient.new_zeros(len(places), *gradient.shape[1:], dtype=exact)
+        return whole.index_add_(0, tokens, gradient.to(exact)).to(gradient.dtype), None, None, None
 
 
 def _causal(module: torch.nn.Module, rows: Sequence[Tensor], options: dict[str, Any]) -> Tensor:

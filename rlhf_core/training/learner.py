@@ -36,6 +36,11 @@ class Learner:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
+    def models(self) -> list[PreTrainedModel]:
+        """Return the models that run over rows: the policy, and the backbone of a separate critic."""
+        backbone = None if self.critic is None else self.critic.backbone
+        return [self.policy] if backbone is None else [self.policy, backbone]
+
     def clip_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return which parameters' gradients are clipped together, by the name of the norm's metric.
 

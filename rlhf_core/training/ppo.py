@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_core.errors import NonFiniteStep, NumericError, RowMismatch
-from rlhf_core.models.batching import Batch, collate, token_budget_batches
-from rlhf_core.models.forward import TokenOutputs, token_outputs
+from rlhf_core.models.batching import Batch, collate
+from rlhf_core.models.forward import TokenOutputs, cut_rows, token_outputs, without_pads
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
@@ -204,26 +204,36 @@ def _accumulate(
     Returns:
         The rows' share of each metric, and the largest |ratio - 1| among them.
     """
-    lengths = _lengths(responses, rows)
     found: list[tuple[dict[str, float], float]] = []
-    batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+    batches = _micro_batches(learner, responses, rows, budget)
     while len(found) < len(batches):
-        group = batches[len(found)]
-        part = [rows[place] for place in group]
+        part = batches[len(found)]
 
         def work(part: list[int] = part) -> None:
             found.append(_micro_batch(learner, responses, part, whole, settings, step=step))
 
-        if not budget.fits(work, [lengths[place] for place in group]):
+        if not budget.fits(work, _lengths(responses, part)):
             # A part of the micro-batch's gradient may have been added before memory ran out, so all is done again.
             learner.optimizer.zero_grad(set_to_none=True)
             found.clear()
-            batches = token_budget_batches(lengths, max_batch_tokens=budget.tokens)
+            batches = _micro_batches(learner, responses, rows, budget)
     sums: dict[str, float] = defaultdict(float)
     for shares, _ in found:
         for name, share in shares.items():
             sums[name] += share
     return sums, max((error for _, error in found), default=0.0)
+
+
+def _micro_batches(learner: Learner, responses: Responses, rows: list[int], budget: TokenBudget) -> list[list[int]]:
+    """Return which rows of a minibatch run together."""
+    return cut_rows(
+        responses.prompt_ids,
+        responses.response_ids,
+        rows,
+        max_batch_tokens=budget.tokens,
+        packed=without_pads(*learner.models()),
+        device=learner.policy.device,
+    )
 
 
 def _micro_batch(

@@ -9,7 +9,7 @@ from rlhf_core.algorithms.mismatch import mismatch
 from rlhf_core.algorithms.statistics import explained_variance
 from rlhf_core.errors import NumericError
 from rlhf_core.models.batching import Batch
-from rlhf_core.models.forward import for_all_rows, token_outputs, values_alone
+from rlhf_core.models.forward import for_all_rows, token_outputs, values_alone, without_pads
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.distributed import Processes
 from rlhf_core.training.learner import Learner
@@ -94,6 +94,7 @@ def _of_all_tokens(
         compute,
         [responses.prompt_ids[row] for row in rows],
         [responses.response_ids[row] for row in rows],
+        packed=without_pads(*learner.models()),
         budget=TokenBudget(settings.max_batch_tokens),
         pad_id=settings.pad_id,
         device=learner.policy.device,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_core.algorithms.losses import centring_loss, listwise_loss, pairwise_loss
 from rlhf_core.errors import ConfigError, NonFiniteStep
 from rlhf_core.models.batching import Batch, collate, token_budget_batches
-from rlhf_core.models.forward import for_all_rows, sequence_scores
+from rlhf_core.models.forward import for_all_rows, sequence_scores, without_pads
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.training.comparisons import Ranked
 from rlhf_core.training.distributed import Processes
@@ -372,6 +372,7 @@ def scores(
             compute,
             [rows[row].prompt_ids[place] for row in having],
             [rows[row].response_ids[place] for row in having],
+            packed=without_pads(model),
             budget=TokenBudget(execution.max_batch_tokens),
             pad_id=execution.pad_id,
             device=model.device,

@@ -21,7 +21,7 @@ from rlhf_core.models.packing import packable
 from tests.tiny import tiny_model
 
 PROMPTS, RESPONSES = [[1, 70], [1, 71, 72, 73], [5]], [[80, 81, 2], [82, 83, 84, 85, 86, 4], [87, 88]]
-TOKENS = sum(map(len, PROMPTS + RESPONSES))
+TOKENS = sum(map(len, PROMPTS + RESPONSES)) - 1  # the first one of two rows is computed once
 LAYERS = tiny_model().config.num_hidden_layers
 BATCH = collate(PROMPTS, RESPONSES, range(3), pad_id=0, device=torch.device("cpu"))
 

@@ -1,5 +1,6 @@
 """Logprobs, values and scores of response tokens: alignment, padding, temperature, chunks, memory."""
 
+from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSeque
 
 from rlhf_core.models.batching import collate, token_budget_batches
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.forward import _kl_of_rows, for_all_rows, full_kl, sequence_scores, token_outputs
+from rlhf_core.models.forward import (
+    _kl_of_rows,
+    cut_rows,
+    for_all_rows,
+    full_kl,
+    sequence_scores,
+    token_outputs,
+    without_pads,
+)
 from rlhf_core.models.head import head_statistics
 from rlhf_core.models.memory import TokenBudget
 from tests.tiny import tiny_model
@@ -288,6 +297,7 @@ def test_scores_do_not_depend_on_batch_size_or_order(max_batch_tokens):
             lambda batch: list(sequence_scores(model, batch, precision="float32")),
             [prompts[row] for row in order],
             [responses[row] for row in order],
+            packed=without_pads(model),
             budget=TokenBudget(max_batch_tokens),
             pad_id=2,
             device=CPU,
@@ -302,3 +312,26 @@ def test_batches_hold_every_row_once_within_the_budget():
     assert sorted(row for batch in batches for row in batch) == list(range(7))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 60
+
+
+@pytest.mark.parametrize("device, size", [("cpu", lambda lengths: 1.05 * sum(lengths)),
+                                          ("cuda", lambda lengths: len(lengths) * max(lengths))])  # fmt: skip
+def test_responses_to_one_prompt_stay_together_where_prompts_are_computed_once(device, size):
+    generator = np.random.default_rng(0)
+    prompts = [[prompt] * (5 + prompt) for prompt in generator.integers(0, 9, 60).tolist()]
+    responses = [[7] * int(length) for length in generator.integers(0, 30, 60)]
+    rows = [row for row in range(60) if row % 7]
+    options = {"max_batch_tokens": 200, "device": torch.device(device)}
+    batches = cut_rows(prompts, responses, rows, packed=True, **options)
+    assert sorted(row for batch in batches for row in batch) == rows
+    for batch in batches:
+        assert len(batch) == 1 or size([len(prompts[row]) + len(responses[row]) for row in batch]) <= 200
+    # In how many batches a prompt is: once, and once more for each batch that it filled up.
+    of_prompt = [[prompts[row][0] for row in batch] for batch in batches]
+    assert [key for key, _ in groupby(p for batch in of_prompt for p in batch)] == list(
+        dict.fromkeys(p for batch in of_prompt for p in batch)
+    )
+    padded = cut_rows(prompts, responses, rows, packed=False, **options)
+    assert len({tuple(prompts[row]) for row in padded[0]}) > 1  # by length alone
+    whole = cut_rows([[1], [2], [1]], [[], [3] * 500, [4]], [0, 1, 2], packed=True, **options)
+    assert whole == [[1], [2, 0]]

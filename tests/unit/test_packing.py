@@ -1,6 +1,7 @@
-"""Rows without pads: the states and gradients of padded rows, and of each row alone.
+"""Rows without pads and repetition: the states and gradients of padded rows, and of each row alone.
 
-Mutations that must fail here: attention over the whole sequence; positions that run on; models with windows packed.
+Mutations that must fail here: attention over the whole sequence; positions that run on; models with windows packed;
+equal tokens at other places taken for a common beginning; gradients of a shared token from one of its rows alone.
 """
 
 from typing import Any
@@ -11,21 +12,26 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2Model, LlamaForCausalLM, MistralConfig, MistralModel, PreTrainedModel
 
 from rlhf_core.models import packing
-from rlhf_core.models.batching import Batch, collate
-from rlhf_core.models.packing import packable, packed_states
+from rlhf_core.models.batching import Batch, collate, similar_lengths
+from rlhf_core.models.packing import packable, packed_states, without_repetition
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-PROMPTS, RESPONSES = [[1, 70], [1, 71, 72, 73], [5]], [[80, 81, 2], [82, 83, 84, 85, 86, 4], [87, 88]]
+# One beginning for the first four rows; one prompt for two; the last row is the beginning of another; token 2 stands at
+# other places, too.
+PROMPTS = [[1, 70], [1, 71, 72, 73], [5], [1, 71, 72, 73], [1, 71, 72]]
+RESPONSES = [[80, 81, 2], [82, 83, 84, 85, 86, 4], [87, 88, 80, 81, 2], [82, 80, 81, 2], [73]]
 
 
 def rows() -> Batch:
-    return collate(PROMPTS, RESPONSES, range(3), pad_id=0, device=CPU)
+    return collate(PROMPTS, RESPONSES, range(5), pad_id=0, device=CPU)
 
 
-def states(model: Any, batch: Batch) -> Tensor:
-    found: Tensor = packed_states(model, batch.input_ids, batch.position_ids, batch.attention_mask)
-    return found
+def states(model: Any, batch: Batch) -> list[Tensor]:
+    """Of each row, [tokens, H]."""
+    wanted = batch.attention_mask.flatten().nonzero().squeeze(-1)
+    found = packed_states(model, batch.input_ids, batch.attention_mask, wanted)
+    return list(found.split(batch.attention_mask.sum(-1).tolist()))
 
 
 def gpt2() -> PreTrainedModel:
@@ -39,7 +45,7 @@ def test_every_row_has_the_states_and_gradients_that_it_has_alone(make: Any) -> 
     model, batch = make().double(), rows()
     assert packable(model)
     found = states(model, batch)
-    weights = torch.arange(found.shape[-1], dtype=torch.float64)
+    weights = torch.arange(found[0].shape[-1], dtype=torch.float64)
     gradients = []
     for one in (True, False):
         model.zero_grad()
@@ -47,9 +53,8 @@ def test_every_row_has_the_states_and_gradients_that_it_has_alone(make: Any) -> 
         for place, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
             ids = [*prompt, *response]
             alone = model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-            torch.testing.assert_close(found[place, : len(ids)], alone, rtol=1e-6, atol=1e-6)
-            assert not found[place, len(ids) :].any()
-            loss = loss + ((found[place, : len(ids)] if one else alone) * weights).sum()
+            torch.testing.assert_close(found[place], alone, rtol=1e-6, atol=1e-6)
+            loss = loss + ((found[place] if one else alone) * weights * (place + 1)).sum()
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
@@ -84,14 +89,40 @@ def test_what_cannot_be_packed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not packable(model)
 
 
-def test_attention_sees_few_pads_and_every_row_in_order() -> None:
-    lengths = sorted(torch.randint(1, 120, (40,), generator=torch.Generator().manual_seed(0)).tolist(), reverse=True)
-    groups = packing.grouped([*lengths, 0], CPU)
-    assert sum(group.count * group.width for group in groups) <= 1.05 * sum(lengths)
-    assert len(groups) < 20 and sum(group.count for group in groups) == 40
-    assert [group.tokens.start for group in groups] == [0, *(group.tokens.stop for group in groups[:-1])]
-    even = packing.grouped([7, 7, 7], CPU)
-    assert [(group.count, group.width, group.places) for group in even] == [(3, 7, None)]
+def test_each_common_beginning_is_there_once() -> None:
+    # 7 8 of three rows, then 9 of two; a row that is a beginning; 9 after other tokens, and in another place.
+    ids, positions, tokens = without_repetition([[7, 8, 9, 4], [7, 8, 9], [7, 8, 5], [9, 8], []])
+    assert ids == [7, 8, 9, 4, 5, 9, 8]
+    assert positions == [0, 1, 2, 3, 2, 0, 1]
+    assert tokens == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 4], [5, 6], []]
+
+
+def test_attention_gets_rows_longest_first_with_pads_and_gives_each_token_back_once() -> None:
+    # Lengths 19 and 20 share a group (39 tokens and one pad: 2.6 %), 5 has its own.
+    rows = [list(range(5)), [*range(5), *range(20, 34)], list(range(40, 60))]
+    ids, _, tokens = without_repetition(rows)
+    found = packing.layout(tokens, count=len(ids), device=CPU)
+    assert found.groups == [(2, 20), (1, 5)]
+    assert [ids[token] for token in found.tokens.tolist()] == [*rows[2], *rows[1], 0, *rows[0]]
+    assert [ids[found.tokens[place]] for place in found.places.tolist()] == ids
+    assert found.places.tolist() == [*range(20, 39), *range(20)]  # the beginning from the row that comes first there
+
+
+def test_attention_sees_few_pads() -> None:
+    lengths = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    groups = similar_lengths(lengths, CPU)
+    assert sorted(row for group in groups for row in group) == [row for row in range(40) if lengths[row]]
+    assert sum(len(group) * lengths[group[0]] for group in groups) <= 1.05 * sum(lengths)
+    assert len(groups) < 20
+
+
+def test_the_gradients_of_a_shared_token_are_added_up_unrounded() -> None:
+    # 256 rows give a token 1 each; in bfloat16, whose numbers have 8 bits, 256 + 1 is 256. One row more gives 2.
+    tokens = torch.tensor([0] * 257 + [1])
+    flat = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.tensor([1.0] * 256 + [2.0, 3.0], dtype=torch.bfloat16)[:, None, None]
+    packing._Spread.apply(flat, tokens, torch.tensor([0, 257]), False).backward(upstream)
+    assert flat.grad is not None and flat.grad.flatten().tolist() == [258.0, 3.0]
 
 
 def test_gradients_of_bfloat16_rows_are_those_of_the_same_numbers_in_float64() -> None:

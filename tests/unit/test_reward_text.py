@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_core.models.batching import collate
-from rlhf_core.models.forward import for_all_rows, sequence_scores
+from rlhf_core.models.forward import for_all_rows, sequence_scores, without_pads
 from rlhf_core.models.loading import load_classifier, new_classifier, save_pretrained
 from rlhf_core.models.memory import TokenBudget
 from rlhf_core.models.reward_text import TextReader, text_ids, text_reader
@@ -148,6 +148,7 @@ def test_a_tokenizer_without_pad_token_gets_one_in_both_places_and_no_score_depe
                 lambda batch: list(sequence_scores(again, batch, precision="float32")),
                 [rows[row][0] for row in order],
                 [rows[row][1] for row in order],
+                packed=without_pads(again),
                 budget=TokenBudget(budget),
                 pad_id=2,
                 device=CPU,
