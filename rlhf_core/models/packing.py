@@ -33,7 +33,7 @@ class Layout:
 
     groups: list[tuple[int, int]]  # rows and width of each; M is the sum of their products
     tokens: Tensor  # [M], which of the N tokens stands at each place; at a pad any
-    places: Tensor  # [N], a place of each token, the first of its rows'
+    places: Tensor  # [N], of each token the first of the places where it stands
 
 
 _packed: ContextVar[tuple[PreTrainedModel, Layout] | None] = ContextVar("packed", default=None)
@@ -54,8 +54,7 @@ def packed_states(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, wante
     Returns:
         [W, H].
     """
-    lengths = mask.sum(-1).tolist()
-    rows = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    rows = [row[:length] for row, length in zip(input_ids.tolist(), mask.sum(-1).tolist(), strict=True)]
     ids, positions, tokens = without_repetition(rows)
     device, width = input_ids.device, input_ids.shape[1]
     with _as_rows(model, layout(tokens, count=len(ids), device=device)):
@@ -64,8 +63,8 @@ def packed_states(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, wante
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
         )
-    filled = [[*row, *[0] * (width - len(row))] for row in tokens]
-    return output.last_hidden_state[0].index_select(0, torch.tensor(filled, device=device).flatten()[wanted])
+    at = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=device)
+    return output.last_hidden_state[0].index_select(0, at.flatten()[wanted])
 
 
 def without_repetition(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[list[int]]]:

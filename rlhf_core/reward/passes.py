@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from rlhf_core.artifacts.schema import outcome_column, score_column
 from rlhf_core.artifacts.shards import read_shard, shard_name, shard_paths
@@ -98,7 +97,7 @@ class Passes:
             values = _with_bootstrap(outputs.values, outputs.bootstrap_values, batch)
             return [torch.cat(row) for row in zip(logprobs, values, strict=True)]
 
-        for shard, rows in self._run(name, [model], compute, policy_ids, pad_id=self.pad_id):
+        for shard, rows in self._run(name, compute, device, policy_ids, packed=without_pads(model), pad_id=self.pad_id):
             if shared is not None:
                 # A row is T logprobs and T + 1 values.
                 self._save_values(shard, [row[len(row) // 2 :] for row in rows])
@@ -126,7 +125,9 @@ class Passes:
             return _with_bootstrap(*critic_values(model, batch, None, precision=self.precision), batch)
 
         read = within_bounds(policy_ids, model.backbone, critic)
-        for shard, rows in self._run("values", [model.backbone], compute, read, pad_id=self.pad_id):
+        for shard, rows in self._run(
+            "values", compute, device, read, packed=without_pads(model.backbone), pad_id=self.pad_id
+        ):
             self._save_values(shard, rows)
 
     def full_kl(self, policy: Path, reference: Path) -> None:
@@ -152,7 +153,9 @@ class Passes:
             )
             return list(found.split(batch.lengths))
 
-        for shard, rows in self._run("full_kl", [p, q], compute, policy_ids, pad_id=self.pad_id):
+        for shard, rows in self._run(
+            "full_kl", compute, device, policy_ids, packed=without_pads(p, q), pad_id=self.pad_id
+        ):
             save_array(self.work / "full_kl" / f"{shard}.npy", _flat(rows))
 
     def reward_model(self, name: str, directory: Path) -> None:
@@ -178,7 +181,7 @@ class Passes:
         def compute(batch: Batch) -> list[Tensor]:
             return list((sequence_scores(model, batch, precision=self.precision) - mean) / std)
 
-        for shard, scores in self._run(name, [model], compute, read, pad_id=pad):
+        for shard, scores in self._run(name, compute, device, read, packed=without_pads(model), pad_id=pad):
             array = np.array([float(score) if torch.isfinite(score) else np.nan for score in scores], np.float32)
             save_array(self.work / name / f"{shard}.npy", array)
 
@@ -244,7 +247,7 @@ class Passes:
         save_array(self.work / "values" / f"{shard}.npy", _flat([row[:-1] for row in rows]))
 
     def _run(
-        self, name: str, models: Sequence[PreTrainedModel], compute: Compute, rows_of: ReadsRows, *, pad_id: int
+        self, name: str, compute: Compute, device: torch.device, rows_of: ReadsRows, *, packed: bool, pad_id: int
     ) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (shard name, results per row) for each shard that this pass has not finished."""
         total = sum(read_shard(path, ["sample_id"]).num_rows for path in self.shards.values())
@@ -258,10 +261,10 @@ class Passes:
                 results = for_all_rows(
                     compute,
                     *rows_of(path),
-                    packed=without_pads(*models),
+                    packed=packed,
                     budget=budget,
                     pad_id=pad_id,
-                    device=models[0].device,
+                    device=device,
                     progress=advance,
                 )
                 is_score = name.startswith(score_column(""))

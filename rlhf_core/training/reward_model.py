@@ -53,7 +53,7 @@ class Objective:
 class Execution:
     """How the model is run. The gradient does not depend on it beyond rounding."""
 
-    max_batch_tokens: int  # padded tokens of one forward pass
+    max_batch_tokens: int  # tokens of one forward pass, pads included
     precision: str  # compute.precision
     pad_id: int
     processes: Processes  # that share the lists of each batch
