@@ -468,13 +468,13 @@ class Run(BaseModel):
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML 1.2 file (the parser and dialect that DVC uses).
+    """Read a YAML 1.2 file (DVC's dialect), by the parser in Python: its messages show the place, libyaml's do not.
 
     Raises:
         ConfigError: If the file is missing or is not YAML; the message has the line and column.
     """
     try:
-        return YAML(typ="safe").load(path.read_bytes().decode("utf-8-sig"))
+        return YAML(typ="safe", pure=True).load(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the project's root") from None
     except UnicodeDecodeError as error:
