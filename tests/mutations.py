@@ -79,13 +79,15 @@ MUTATIONS = [
     # Rows without pads, rounded weights, layers that run twice.
     Mutation("rlhf_core/models/packing.py", "is_causal=True", "is_causal=False", PACKING),
     Mutation("rlhf_core/models/batching.py", "<= (1 + pads) * total", "<= 2 * total", PACKING),
-    Mutation("rlhf_core/models/batching.py", "else (1 + pads) * total", "else total", FORWARD),
+    Mutation("rlhf_core/models/batching.py", "min((1 + pads) * total,", "min(total,", FORWARD),
     Mutation(
         "rlhf_core/models/packing.py",
         "known.setdefault((before, token_id)",
         "known.setdefault((position, token_id)",
         PACKING,
     ),
+    Mutation("rlhf_core/models/packing.py", "[tokens[row][-1]] * (width", "[0] * (width", PACKING),
+    Mutation("rlhf_core/models/batching.py", "rectangle / _RECTANGLE", "0", FORWARD),
     Mutation("rlhf_core/models/packing.py", "positions.append(position)", "positions.append(len(positions))", PACKING),
     Mutation("rlhf_core/models/packing.py", "dtype=exact)", "dtype=gradient.dtype)", PACKING),
     Mutation("rlhf_core/models/packing.py", "rows.places, False)", "rows.places, True)", PACKING),

@@ -1,4 +1,4 @@
-"""Padded batches under a token budget, and which of their positions predict response tokens.
+"""Which rows run together under a token budget; padded batches, and which positions predict response tokens.
 
 Rows are padded on the right, so that under causal attention no real token can see a pad, and which token is real
 follows from lengths, never from comparing ids (pad and EOS may share an id).
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Pads in a group of rows that attention gets where all else runs without (packing.py), as a share of its real tokens. A
-# call of attention costs a GPU more than pads do, so there all rows are one group.
-_PADS = {"cpu": 0.05}
+# Pads in a group of rows that attention gets where all else runs without (packing.py), as a share of its real tokens:
+# few on a CPU. Elsewhere (not measured) each group costs a call of attention in every layer, so groups are few.
+_PADS, _PADS_ELSEWHERE = {"cpu": 0.05}, 0.5
+# Places for each token of the budget that a batch of such rows may have as a rectangle, in which its ids are held.
+_RECTANGLE = 8
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def batches_by_prompt(
         prompts: [B] prompt ids of each row.
         lengths: [B] tokens of each row, prompt included.
         max_batch_tokens: Tokens of one batch with the pads that attention may add to them. A single longer row is a
-            batch of its own.
+            batch of its own, and a long one takes no more short ones with it than fit into a few times the budget.
         device: Of the model.
 
     Returns:
@@ -122,12 +124,13 @@ def batches_by_prompt(
     for family, length in zip(families, lengths, strict=True):
         longest[family] = max(length, longest.get(family, 0))
     order = sorted(range(len(lengths)), key=lambda row: (-longest[families[row]], families[row], -lengths[row], row))
-    pads = _PADS.get(device.type)
+    pads = _PADS.get(device.type, _PADS_ELSEWHERE)
     batches: list[list[int]] = [[]]
     total = widest = 0
     for row in order:
         total, widest = total + lengths[row], max(widest, lengths[row])
-        size = (len(batches[-1]) + 1) * widest if pads is None else (1 + pads) * total
+        rectangle = (len(batches[-1]) + 1) * widest
+        size = max(min((1 + pads) * total, rectangle), rectangle / _RECTANGLE)
         if size > max_batch_tokens and batches[-1]:
             batches.append([])
             total = widest = lengths[row]
@@ -142,12 +145,12 @@ def similar_lengths(lengths: Sequence[int], device: torch.device) -> list[list[i
         lengths: [B] tokens of each row.
         device: Of the model.
     """
-    pads = _PADS.get(device.type)
+    pads = _PADS.get(device.type, _PADS_ELSEWHERE)
     groups: list[list[int]] = []
     total = 0
     for row in sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -lengths[row]):
         total += lengths[row]
-        if groups and (pads is None or (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= (1 + pads) * total):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= (1 + pads) * total:
             groups[-1].append(row)
         else:
             groups.append([row])

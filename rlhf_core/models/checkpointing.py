@@ -26,8 +26,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def checkpoint_layers(model: PreTrainedModel, how: GradientCheckpointing, precision: str) -> None:
     """Let a model's layers keep less for the backward pass, and make the rest again there by a second forward pass.
 
-    Gradients are the same bit by bit. The model stays in eval mode: only the layers themselves, none of the modules
-    within them, are marked as in training, which is what transformers asks for.
+    Gradients are the same bit by bit on CPUs. The model stays in eval mode: only the layers themselves, none of the
+    modules within them, are marked as in training, which is what transformers asks for.
 
     Args:
         model: About to be trained; on its device.

@@ -244,9 +244,15 @@ def without_pads(*models: PreTrainedModel) -> bool:
     """Whether models run over rows without pads, each common beginning computed once (packing.py).
 
     Args:
-        models: Causal language models, decoders that score, or backbones of critics.
+        models: Causal language models, sequence classifiers, or backbones of critics. Classifiers that pool by
+            themselves run with pads (sequence_scores).
     """
-    return all(packable(model.base_model) for model in models)
+    return all(packable(model.base_model) and not _pools(model) for model in models)
+
+
+def _pools(model: PreTrainedModel) -> bool:
+    is_classifier = model.base_model is not model and model.get_output_embeddings() is None
+    return is_classifier and not hasattr(model, "score")
 
 
 def cut_rows(

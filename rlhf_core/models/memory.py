@@ -49,7 +49,7 @@ class TokenBudget:
     """compute.max_batch_tokens, as far as memory allows."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens  # padded tokens of one batch
+        self.tokens = tokens  # of one batch, with pads as far as its rows are run with them
 
     def fits(self, work: Callable[[], None], lengths: Sequence[int]) -> bool:
         """Do one batch's work; where memory runs out, halve the budget and return False.
@@ -72,17 +72,17 @@ class TokenBudget:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        padded = len(lengths) * max(lengths)
+        tokens = sum(lengths)  # without pads: a batch that is cut to half of these is cut, however pads are counted
         if len(lengths) == 1:
             raise OutOfMemory(
-                f"a single row of {padded} tokens does not fit into memory ({said}). Lower compute.logits_chunk_tokens,"
+                f"a single row of {tokens} tokens does not fit into memory ({said}). Lower compute.logits_chunk_tokens,"
                 " or sampling.max_new_tokens and ingest.max_prompt_tokens, or take a device with more memory"
             )
-        self.tokens = min(self.tokens, padded) // 2
+        self.tokens = min(self.tokens, tokens) // 2
         logger.warning(
             "out of memory with a batch of %d rows, %d tokens (%s); going on with batches of %d tokens at most",
             len(lengths),
-            padded,
+            tokens,
             said,
             self.tokens,
         )

@@ -32,7 +32,7 @@ class Layout:
     """Where the tokens of a sequence stand in the rows that attention gets, which hold M places, pads included."""
 
     groups: list[tuple[int, int]]  # rows and width of each; M is the sum of their products
-    tokens: Tensor  # [M], which of the N tokens stands at each place; at a pad any
+    tokens: Tensor  # [M], which of the N tokens stands at each place; at a pad the last one of its row
     places: Tensor  # [N], of each token the first of the places where it stands
 
 
@@ -110,7 +110,8 @@ def layout(tokens: Sequence[Sequence[int]], *, count: int, device: torch.device)
                 if places[token] < 0:
                     places[token] = len(flat)
                 flat.append(token)
-            flat += [0] * (width - len(tokens[row]))
+            # At pads a token of the row itself: what is not finite in one row must not get into another as 0 * NaN.
+            flat += [tokens[row][-1]] * (width - len(tokens[row]))
     return Layout(groups, torch.tensor(flat, device=device), torch.tensor(places, device=device))
 
 
@@ -195,7 +196,10 @@ def _attention(
 
 
 class _Spread(torch.autograd.Function):
-    """[N, heads, D] of the tokens to [M, heads, D] of all places; gradients of one token are added up in float32."""
+    """[N, heads, D] of the tokens to [M, heads, D] of all places; gradients of one token are added up in float32.
+
+    With `alone` only the places that a token's result is taken from have a gradient, so there is nothing to add up.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor, alone: bool) -> Tensor:

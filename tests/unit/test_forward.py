@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from rlhf_core.models.batching import collate, token_budget_batches
 from rlhf_core.models.critic import Critic
@@ -314,9 +321,8 @@ def test_batches_hold_every_row_once_within_the_budget():
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 60
 
 
-@pytest.mark.parametrize("device, size", [("cpu", lambda lengths: 1.05 * sum(lengths)),
-                                          ("cuda", lambda lengths: len(lengths) * max(lengths))])  # fmt: skip
-def test_responses_to_one_prompt_stay_together_where_prompts_are_computed_once(device, size):
+@pytest.mark.parametrize("device, pads", [("cpu", 1.05), ("cuda", 1.5)])
+def test_responses_to_one_prompt_stay_together_where_prompts_are_computed_once(device, pads):
     generator = np.random.default_rng(0)
     prompts = [[prompt] * (5 + prompt) for prompt in generator.integers(0, 9, 60).tolist()]
     responses = [[7] * int(length) for length in generator.integers(0, 30, 60)]
@@ -325,7 +331,8 @@ def test_responses_to_one_prompt_stay_together_where_prompts_are_computed_once(d
     batches = cut_rows(prompts, responses, rows, packed=True, **options)
     assert sorted(row for batch in batches for row in batch) == rows
     for batch in batches:
-        assert len(batch) == 1 or size([len(prompts[row]) + len(responses[row]) for row in batch]) <= 200
+        lengths = [len(prompts[row]) + len(responses[row]) for row in batch]
+        assert len(batch) == 1 or min(pads * sum(lengths), len(lengths) * max(lengths)) <= 200
     # In how many batches a prompt is: once, and once more for each batch that it filled up.
     of_prompt = [[prompts[row][0] for row in batch] for batch in batches]
     assert [key for key, _ in groupby(p for batch in of_prompt for p in batch)] == list(
@@ -335,3 +342,20 @@ def test_responses_to_one_prompt_stay_together_where_prompts_are_computed_once(d
     assert len({tuple(prompts[row]) for row in padded[0]}) > 1  # by length alone
     whole = cut_rows([[1], [2], [1]], [[], [3] * 500, [4]], [0, 1, 2], packed=True, **options)
     assert whole == [[1], [2, 0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_without_pads_is_full_and_its_rectangle_is_bounded(device):
+    options = {"max_batch_tokens": 2048, "packed": True, "device": torch.device(device)}
+    same = cut_rows([[1]] * 17, [[7] * 127] * 17, range(17), **options)
+    assert [len(batch) for batch in same] == [16, 1]  # 16 * 128 = 2048
+    # One row of 1,000 takes 15 of one token along: 16 rows of 1,000 places, within 8 for each token of the budget.
+    long = cut_rows([[1]] * 40, [[7] * 999, *[[]] * 39], range(40), **options)
+    assert [len(batch) for batch in long] == [16, 24]
+
+
+def test_classifiers_that_pool_by_themselves_run_with_pads():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    causal = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=1, is_decoder=True, **sizes)).eval()
+    assert not without_pads(causal)
+    assert without_pads(tiny_model().eval())

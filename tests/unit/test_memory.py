@@ -49,7 +49,7 @@ def test_a_budget_far_above_a_batch_is_halved_from_the_batch():
         raise ERRORS[0]
 
     assert not budget.fits(work, [5, 3, 2])
-    assert budget.tokens == 7  # 3 rows padded to 5
+    assert budget.tokens == 5  # half of 10; a batch of no more is another one, with pads and without
 
 
 def test_one_row_that_does_not_fit_is_an_error():

@@ -104,7 +104,7 @@ def test_attention_gets_rows_longest_first_with_pads_and_gives_each_token_back_o
     ids, _, tokens = without_repetition(rows)
     found = packing.layout(tokens, count=len(ids), device=CPU)
     assert found.groups == [(2, 20), (1, 5)]
-    assert [ids[token] for token in found.tokens.tolist()] == [*rows[2], *rows[1], 0, *rows[0]]
+    assert [ids[token] for token in found.tokens.tolist()] == [*rows[2], *rows[1], 33, *rows[0]]
     assert [ids[found.tokens[place]] for place in found.places.tolist()] == ids
     assert found.places.tolist() == [*range(20, 39), *range(20)]  # the beginning from the row that comes first there
 
@@ -115,6 +115,15 @@ def test_attention_sees_few_pads() -> None:
     assert sorted(row for group in groups for row in group) == [row for row in range(40) if lengths[row]]
     assert sum(len(group) * lengths[group[0]] for group in groups) <= 1.05 * sum(lengths)
     assert len(groups) < 20
+
+
+def test_what_is_not_finite_in_a_row_stays_there() -> None:
+    model = tiny_model().eval().model
+    with torch.no_grad():
+        model.embed_tokens.weight[9] = torch.nan
+    # Two rows of almost one length share a group, so that one of them has a pad; the row with the NaN comes first.
+    batch = collate([[9, 1], [1, 2, 3], [1, 2, 3]], [[4], [4] * 20, [5] * 19], range(3), pad_id=0, device=CPU)
+    assert [bool(row.isfinite().all()) for row in states(model, batch)] == [False, True, True]
 
 
 def test_the_gradients_of_a_shared_token_are_added_up_unrounded() -> None:
