@@ -1,4 +1,4 @@
-"""Thirty iterations of a tiny model through dvc repro: does anything grow? `python -m benchmarks.soak [ITERATIONS]`.
+"""Does anything grow over iterations of a tiny model through dvc repro? `python -m benchmarks.soak [ITERATIONS]`.
 
 A copy of the project in a temporary directory, every stage a process of its own, vLLM sampling; iterations are appended
 one at a time, and run up to the new policy: evaluate and report hand nothing on. Prints one JSON object for each
