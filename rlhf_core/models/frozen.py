@@ -35,5 +35,17 @@ def round_weights(model: PreTrainedModel, precision: str) -> None:
     if before is None or after is None or not torch.equal(before, after):
         for layer, weight in zip(layers, exact, strict=True):
             layer.weight.data = weight
+    else:
+        _leave_file(model)
     del exact
     give_back_freed_memory()
+
+
+def _leave_file(model: PreTrainedModel) -> None:
+    """Copy what still lies in a mapped checkpoint file, so that the process holds nothing of the file any more.
+
+    As long as one tensor does, the pages of all that were read count as the process's memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+            tensor.data = tensor.data.clone()

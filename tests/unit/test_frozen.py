@@ -1,8 +1,10 @@
 """Rounded weights of models that only score: the same states bit by bit, or the weights stay as they are.
 
-Mutations that must fail here: heads rounded; weights rounded without autocast; weights that something reads exactly.
+Mutations that must fail here: heads rounded; weights rounded without autocast; weights that something reads exactly;
+what was not rounded left in the file.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import nn
 from rlhf_core.models.batching import collate
 from rlhf_core.models.forward import token_outputs
 from rlhf_core.models.frozen import round_weights
-from tests.tiny import tiny_model
+from rlhf_core.models.loading import load_causal_lm
+from tests.tiny import save_tiny, tiny_model
 
 BATCH = collate([[1, 70], [1, 71, 72]], [[80, 81, 2], [82]], range(2), pad_id=0, device=torch.device("cpu"))
 
@@ -33,6 +36,18 @@ def test_logprobs_stay_the_same_bit_by_bit() -> None:
     before = logprobs(model, "bf16-autocast")
     round_weights(model, "bf16-autocast")
     assert linears(model) == {torch.bfloat16} and model.lm_head.weight.dtype == torch.float32
+    assert torch.equal(logprobs(model, "bf16-autocast"), before)
+
+
+def test_the_checkpoint_file_is_left(tmp_path: Path) -> None:
+    # While a tensor lies in the mapped file, all pages that were read of it count as the process's memory.
+    directory = save_tiny(tmp_path / "model")
+    model = load_causal_lm(directory, device=torch.device("cpu"), precision="bf16-autocast")
+    mapped = lambda: str(directory / "model.safetensors") in Path("/proc/self/maps").read_text(encoding="utf-8")
+    before = logprobs(model, "bf16-autocast")
+    assert mapped()
+    round_weights(model, "bf16-autocast")
+    assert not mapped()
     assert torch.equal(logprobs(model, "bf16-autocast"), before)
 
 
