@@ -93,6 +93,8 @@ MUTATIONS = [
     Mutation("rlhf_core/models/packing.py", "rows.places, False)", "rows.places, True)", PACKING),
     Mutation("rlhf_core/models/packing.py", "nullcontext() if packed is None", "nullcontext() if True", CHECKPOINTING),
     Mutation("rlhf_core/models/frozen.py", "not torch.equal(before, after)", "False", FROZEN),
+    Mutation("rlhf_core/models/frozen.py", "_leave_file(model)", "pass", FROZEN),
+    Mutation("rlhf_core/models/forward.py", " and not _pools(model)", "", FORWARD),
     Mutation("rlhf_core/models/checkpointing.py", "module.training = True", "pass", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "not torch.equal(before, after)", "False", CHECKPOINTING),
     Mutation("rlhf_core/models/checkpointing.py", "version != hidden._version", "version is None", CHECKPOINTING),

@@ -251,6 +251,7 @@ def without_pads(*models: PreTrainedModel) -> bool:
 
 
 def _pools(model: PreTrainedModel) -> bool:
+    """Whether a model is a sequence classifier that makes its score of all states by itself."""
     is_classifier = model.base_model is not model and model.get_output_embeddings() is None
     return is_classifier and not hasattr(model, "score")
 

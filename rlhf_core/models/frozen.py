@@ -16,7 +16,7 @@ def round_weights(model: PreTrainedModel, precision: str) -> None:
 
     Autocast rounds them anyway, in every pass anew; so this takes half of their memory and a twentieth of the time of
     the demo's passes. Whether something else reads them in float32 is found out by running the model once before and
-    once after. Heads (output embedding, score layer) are not touched: they multiply in float32.
+    once after. Heads (output embedding, score layer) stay exact: they multiply in float32.
 
     Args:
         model: Not trained any more. Changed in place.
@@ -44,7 +44,8 @@ def round_weights(model: PreTrainedModel, precision: str) -> None:
 def _leave_file(model: PreTrainedModel) -> None:
     """Copy what still lies in a mapped checkpoint file, so that the process holds nothing of the file any more.
 
-    As long as one tensor does, the pages of all that were read count as the process's memory.
+    As long as one tensor does, the pages of all that were read count as the process's memory. Rounded weights (the
+    bfloat16 ones) do not.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
