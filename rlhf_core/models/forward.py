@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.batching import Batch, batches_by_prompt, collate, token_budget_batches
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.head import chunk_logits, head_statistics
+from rlhf_core.models.head import blocks, chunk_logits, head_statistics
 from rlhf_core.models.memory import TokenBudget, in_batches
 from rlhf_core.models.packing import packable, packed_states
 
@@ -183,11 +183,11 @@ def full_kl(
     rows = max(1, logits_chunk_tokens // 2)
     for start in range(0, len(batch.targets), rows):
         part = slice(start, start + rows)
-        log_p, log_q = (
-            torch.log_softmax(chunk_logits(states[part], head.weight, head.bias, temperature), dim=-1)
+        of_p, of_q = (
+            chunk_logits(states[part], head.weight, head.bias, temperature)
             for states, head in zip(hidden, heads, strict=True)
         )
-        pieces.append(_kl_of_rows(log_p, log_q))
+        pieces += (_kl_of_rows(of_p[some].log_softmax(-1), of_q[some].log_softmax(-1)) for some in blocks(of_p))
     return torch.cat(pieces)
 
 

@@ -1,7 +1,8 @@
 """Fused logprobs and entropy of the output embedding: numbers and gradients against the plain way.
 
 Mutations that must fail here: the temperature forgotten in the backward pass; entropy's gradient without its own term;
-chunks that overwrite each other; the kept chunk used twice; bfloat16 logits under autocast.
+chunks that overwrite each other; the kept chunk used twice; bfloat16 logits under autocast; a block that gets another
+block's numbers.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_core.models import head
 from rlhf_core.models.head import head_statistics
 
 HIDDEN, VOCABULARY = 5, 11
@@ -38,9 +40,13 @@ def test_gradients_are_those_of_finite_differences(bias: bool, chunk: int) -> No
     torch.autograd.gradcheck(of, (hidden, weight, added) if bias else (hidden, weight))
 
 
+@pytest.mark.parametrize("block", [1, 2 * VOCABULARY, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_numbers_and_gradients_are_those_of_the_plain_way(chunk: int, dtype: torch.dtype) -> None:
+def test_numbers_and_gradients_are_those_of_the_plain_way(
+    chunk: int, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_BLOCK", block)
     hidden, weight, added, targets = case(7, bias=True, dtype=dtype)
     upstream = torch.linspace(-1, 1, 7, dtype=dtype)
     found = head_statistics(hidden, weight, added, targets, temperature=0.7, logits_chunk_tokens=chunk)
@@ -53,6 +59,18 @@ def test_numbers_and_gradients_are_those_of_the_plain_way(chunk: int, dtype: tor
     for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_blocks_change_no_bit(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for block in (3 * VOCABULARY, 1000):
+        monkeypatch.setattr(head, "_BLOCK", block)
+        inputs = case(7, bias=True, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            numbers = head_statistics(*inputs, temperature=0.7, logits_chunk_tokens=5)
+        found.append((*numbers, *torch.autograd.grad((numbers[0] + 2 * numbers[1]).sum(), inputs[:3])))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_autocast_changes_no_logprob_and_rounds_gradients_to_its_dtype() -> None:
