@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from benchmarks import cases, measure
 from rlhf_core.artifacts.provenance import hash_tokenizer
@@ -58,12 +59,10 @@ def main() -> None:
 def made_up(arguments: argparse.Namespace) -> cases.Rows:
     """Return the rows, after writing the reward model, the critic and the shards that both contenders read."""
     work, model = arguments.work, Path(arguments.model)
-    device = torch_device("cpu")
-    vocabulary = load_causal_lm(model, device=device, precision="bfloat16").config.vocab_size
-    rows = cases.made_up_rows(arguments, vocabulary)
+    rows = cases.made_up_rows(arguments, AutoConfig.from_pretrained(model).vocab_size)
     if (work / "rollouts").is_dir():
         return rows
-    classifier = new_classifier(model, device=device, precision="bfloat16", seed=0)
+    classifier = new_classifier(model, device=torch_device("cpu"), precision="bfloat16", seed=0)
     save_like(classifier, model, work / "reward_model", card="# A reward model that learned nothing\n")
     save_normalisation(work / "reward_model", mean=0.0, std=1.0, measured_on="nothing")
     save_critic(Critic(new_value_head(hidden_size(model))), work / "critic")

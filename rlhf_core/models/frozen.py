@@ -32,12 +32,14 @@ def round_weights(model: PreTrainedModel, precision: str) -> None:
     for layer in layers:
         layer.weight.data = layer.weight.data.to(torch.bfloat16)
     after = states_of_probe(base, precision)
-    if before is None or after is None or not torch.equal(before, after):
+    same = before is not None and after is not None and torch.equal(before, after)
+    if not same:
         for layer, weight in zip(layers, exact, strict=True):
             layer.weight.data = weight
-    else:
+    exact.clear()
+    give_back_freed_memory()  # many small pieces, of which none has room for an embedding
+    if same:
         _leave_file(model)
-    del exact
     give_back_freed_memory()
 
 
