@@ -2,7 +2,7 @@
 
 The logits of a whole batch never exist, neither in the forward nor in the backward pass: a chunk of rows is made, used
 and overwritten by the next one. The backward pass begins with the chunk that is still there, and makes the others
-again.
+again. On a CPU, softmax and its gradient go through a chunk block by block.
 """
 
 from typing import Any
@@ -147,8 +147,8 @@ class _HeadStatistics(torch.autograd.Function):
 
 def blocks(logits: Tensor) -> list[slice]:
     """Return the rows of a chunk [n, V] that are worked on at once: all, or on a CPU what its caches hold."""
-    rows = max(1, _BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
-    return _chunks(len(logits), max(1, rows))
+    rows = _BLOCK // logits.shape[-1] if logits.device.type == "cpu" else len(logits)
+    return _chunks(len(logits), max(rows, 1))
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -237,8 +237,10 @@ def test_full_kl_keeps_its_digits_when_it_is_tiny():
     assert expected.max() < 1e-8 and (found >= 0).all()
 
 
+@pytest.mark.parametrize("block", [1, 2**19])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_full_kl_equals_log_softmax_of_both_models(chunk):
+def test_full_kl_equals_log_softmax_of_both_models(chunk, block, monkeypatch):
+    monkeypatch.setattr("rlhf_core.models.head._BLOCK", block)
     policy, reference = tiny_model(0).eval(), tiny_model(1).eval()
     prompts, responses = [[1, 70, 80], [5]], [[90, 5, 6, 2], []]
     batch = collate(prompts, responses, [0, 1], pad_id=0, device=CPU)

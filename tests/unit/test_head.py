@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.models import head
 from rlhf_core.models.head import head_statistics
 
 HIDDEN, VOCABULARY = 5, 11
@@ -46,7 +45,7 @@ def test_gradients_are_those_of_finite_differences(bias: bool, chunk: int) -> No
 def test_numbers_and_gradients_are_those_of_the_plain_way(
     chunk: int, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "_BLOCK", block)
+    monkeypatch.setattr("rlhf_core.models.head._BLOCK", block)
     hidden, weight, added, targets = case(7, bias=True, dtype=dtype)
     upstream = torch.linspace(-1, 1, 7, dtype=dtype)
     found = head_statistics(hidden, weight, added, targets, temperature=0.7, logits_chunk_tokens=chunk)
@@ -65,7 +64,7 @@ def test_numbers_and_gradients_are_those_of_the_plain_way(
 def test_blocks_change_no_bit(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for block in (3 * VOCABULARY, 1000):
-        monkeypatch.setattr(head, "_BLOCK", block)
+        monkeypatch.setattr("rlhf_core.models.head._BLOCK", block)
         inputs = case(7, bias=True, dtype=torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             numbers = head_statistics(*inputs, temperature=0.7, logits_chunk_tokens=5)
