@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation("rlhf_core/models/head.py", "p.mul_(z[rows]).sum(-1)", "p.mul_(z[: len(p)]).sum(-1)", HEAD),
     Mutation("rlhf_core/models/head.py", "block.mul_(-e[rows])", "block.mul_(-e[: len(p)])", HEAD),
     Mutation("rlhf_core/models/head.py", "scatter_add_(-1, onehot[rows], g[rows]", "scatter_add_(-1, onehot, g", HEAD),
-    Mutation("rlhf_core/models/head.py", "                        dz[rows] = block", "                        pass", HEAD),
+    Mutation("rlhf_core/models/head.py", "if dz is not z:", "if dz is z:", HEAD),
     Mutation("rlhf_core/models/head.py", "d_weight.addmm_(dz.T,", "d_weight.copy_(dz.T @", HEAD),
     Mutation("rlhf_core/models/head.py", "in reversed(_chunks(", "in (_chunks(", HEAD),
     Mutation("rlhf_core/models/head.py", "z, ctx.last = ctx.last, None", "z = ctx.last", HEAD),
@@ -430,9 +430,9 @@ MUTATIONS = [
     ),
     Mutation(PPO_LOSS_FILE, "kl_term = (weights * kls).sum()", "kl_term = kls.sum() / whole.tokens", TEXTBOOK),
     # The optimiser.
-    Mutation("rlhf_core/training/optimizer.py", "weight_decay=weight_decay,", "weight_decay=0.0,", LEARNER),
+    Mutation("rlhf_core/training/optimizer.py", '"weight_decay": weight_decay}', '"weight_decay": 0.0}', LEARNER),
     Mutation("rlhf_core/training/optimizer.py", "else min(step, total_steps)", "else step", LEARNER),
-    Mutation("rlhf_core/training/optimizer.py", "betas=(betas[0], betas[1])", "betas=(betas[0], 0.999)", LEARNER),
+    Mutation("rlhf_core/training/optimizer.py", '"betas": (betas[0], betas[1])', '"betas": (betas[0], 0.999)', LEARNER),
     # Reward sources.
     Mutation(
         "rlhf_core/reward/rules.py",
