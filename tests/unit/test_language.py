@@ -40,8 +40,8 @@ def test_a_short_reply_gets_one_in_its_own_language_and_nothing_in_another(langu
 
 @pytest.mark.parametrize("reply", ["", " ", "42", "1 + 1 = 2", "!!!", "😀", "a", "x y"])
 def test_a_reply_that_tells_nothing_is_in_no_language(reply: str) -> None:
-    # Of equally probable languages the library names sr and uz first.
-    assert [language_score(reply, language=language) for language in ("en", "sr", "uz")] == [0.0, 0.0, 0.0]
+    # The library still names one of the equally probable languages first; which one is not the same everywhere.
+    assert not any(language_score(reply, language=language) for language in LANGUAGES)
 
 
 def test_the_codes_are_those_of_the_library_and_the_page_lists_them() -> None:
