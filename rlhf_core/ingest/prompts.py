@@ -72,22 +72,36 @@ def prompts_table(
     for key, prompt in tqdm(prompts.items(), desc="prompts", unit="row", disable=None):
         if key not in kept:
             continue
-        if special_tokens_in_text == "drop" and special_string(tokenizer, prompt.content) is not None:
-            drops.add("special_tokens_in_prompt", prompt.where)
-            continue
-        rendered, tokens = at_row(prompt.where, tokenizer, prompt.content, special_tokens_in_text)
-        if len(tokens) > max_prompt_tokens:
-            if too_long == "drop":
-                drops.add("prompt_too_long", prompt.where)
-                continue
-            if too_long == "error":
-                raise _too_long(prompt.where, len(tokens), max_prompt_tokens)
-            tokens = _last_tokens(tokens, max_prompt_tokens, tokenizer.bos_token_id)
-            rendered = str(tokenizer.decode(tokens, skip_special_tokens=False))
-            drops.truncated += 1
-        row = {"prompt_id": ids[key], "prompt": rendered, "prompt_ids": tokens, "split": sides[key]}
-        table.append(row | _taken_over(prompt))
+        found = _rendered(prompt, tokenizer, max_prompt_tokens, too_long, special_tokens_in_text, drops)
+        if found is not None:
+            row = {"prompt_id": ids[key], "prompt": found[0], "prompt_ids": found[1], "split": sides[key]}
+            table.append(row | _taken_over(prompt))
     return pa.Table.from_pylist(table, schema=PROMPTS), sides
+
+
+def _rendered(
+    prompt: Prompt,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_prompt_tokens: int,
+    too_long: str,
+    special_tokens_in_text: str,
+    drops: Drops,
+) -> tuple[str, list[int]] | None:
+    """Return a prompt's text and ids, within the limit; None where a rule drops it."""
+    if special_tokens_in_text == "drop" and special_string(tokenizer, prompt.content) is not None:
+        drops.add("special_tokens_in_prompt", prompt.where)
+        return None
+    rendered, tokens = at_row(prompt.where, tokenizer, prompt.content, special_tokens_in_text)
+    if len(tokens) <= max_prompt_tokens:
+        return rendered, tokens
+    if too_long == "drop":
+        drops.add("prompt_too_long", prompt.where)
+        return None
+    if too_long == "error":
+        raise _too_long(prompt.where, len(tokens), max_prompt_tokens)
+    drops.truncated += 1
+    tokens = _last_tokens(tokens, max_prompt_tokens, tokenizer.bos_token_id)
+    return str(tokenizer.decode(tokens, skip_special_tokens=False)), tokens
 
 
 def _too_long(where: str, tokens: int, most: int) -> DataError:

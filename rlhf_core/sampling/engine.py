@@ -167,12 +167,7 @@ class Sampler:
         """
         check_model(model)
         self._drop_nonfinite = nonfinite_logprobs == "drop"
-        _set_environment()
-        # On the absence of Triton and on calls within vLLM: nothing that a person here can act on.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        for name in ("vllm", "vllm.triton_utils.importing", "torch._library.triton"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        _hide_llvmlite_from_vllm()
+        _before_import()
         with importing():
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -347,6 +342,16 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
     # It would overrule kv_cache_gib, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def _before_import() -> None:
+    """Do what is to be done before vllm is imported: its environment, its warnings, and what it stumbles over."""
+    _set_environment()
+    # On the absence of Triton and on calls within vLLM: nothing that a person here can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    for name in ("vllm", "vllm.triton_utils.importing", "torch._library.triton"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    _hide_llvmlite_from_vllm()
 
 
 def _hide_llvmlite_from_vllm() -> None:
